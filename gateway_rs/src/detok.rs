@@ -1,0 +1,347 @@
+//! Token ids to text, one at a time: what a stream shows of an answer, as soon as it can be shown.
+//!
+//! A token may end within a character. [`StreamDecoder`] keeps those bytes (three at most) until the character is
+//! complete or can't be completed any more; everything else leaves at once. Stop strings, deltas and log probabilities
+//! are the caller's: this only makes text. A token costs its own length, however long the answer is.
+
+use std::sync::Arc;
+
+use crate::tokenize::pieces::{Content, TokenTable};
+use crate::tokenize::Tokenizer;
+
+/// The text of one answer in the making. Each choice of each request has its own.
+pub struct StreamDecoder {
+    source: Source,
+    skip_special: bool,
+    /// A decoder that strips drops one space before anything was shown, never later.
+    strip_space: bool,
+    /// The beginning of a character; between calls at most three bytes.
+    pending: Vec<u8>,
+}
+
+enum Source {
+    Table(Arc<TokenTable>),
+    Context(Context),
+}
+
+impl StreamDecoder {
+    /// A decoder for one answer of `tokenizer`'s model. With `skip_special`, special tokens have no text.
+    #[must_use]
+    pub fn new(tokenizer: &Arc<Tokenizer>, skip_special: bool) -> Self {
+        if tokenizer.decodes_in_context() {
+            let context = Context {
+                tokenizer: Arc::clone(tokenizer),
+                shown: Vec::new(),
+                held: Vec::new(),
+            };
+            return Self::from_source(Source::Context(context), skip_special, false);
+        }
+        Self::from_table(Arc::clone(tokenizer.pieces()), skip_special)
+    }
+
+    /// A decoder over the pieces alone.
+    #[must_use]
+    pub fn from_table(table: Arc<TokenTable>, skip_special: bool) -> Self {
+        let strip_space = table.strips_first_space();
+        Self::from_source(Source::Table(table), skip_special, strip_space)
+    }
+
+    fn from_source(source: Source, skip_special: bool, strip_space: bool) -> Self {
+        Self {
+            source,
+            skip_special,
+            strip_space,
+            pending: Vec::new(),
+        }
+    }
+
+    /// The text goes on after a prompt, rather than being a text of its own: a space at its start stays.
+    #[must_use]
+    pub fn continuing(mut self) -> Self {
+        self.strip_space = false;
+        self
+    }
+
+    /// Appends to `out` what `id` completes: nothing, or all text up to the last complete character. Bytes that can't
+    /// become a character give one U+FFFD per maximal part. An id the vocabulary lacks has no text.
+    #[inline]
+    pub fn push(&mut self, id: u32, out: &mut String) {
+        let table = match &mut self.source {
+            Source::Table(table) => table,
+            Source::Context(context) => return context.push(id, self.skip_special, out),
+        };
+        let Some((content, special)) = table.get(id) else {
+            return;
+        };
+        if special && self.skip_special {
+            return end_pending(&mut self.pending, out);
+        }
+        match content {
+            Content::Text(text) => {
+                end_pending_before(&mut self.pending, text, out);
+                out.push_str(match text.strip_prefix(' ') {
+                    Some(rest) if self.strip_space => rest,
+                    _ => text,
+                });
+                self.strip_space &= text.is_empty();
+            }
+            Content::Raw(bytes) => {
+                self.strip_space = false;
+                self.pending.extend_from_slice(bytes);
+                show_complete(&mut self.pending, out);
+            }
+        }
+    }
+
+    /// Whether bytes wait for the rest of their character.
+    #[must_use]
+    pub fn holds_bytes(&self) -> bool {
+        match &self.source {
+            Source::Table(_) => !self.pending.is_empty(),
+            Source::Context(context) => !context.held.is_empty(),
+        }
+    }
+
+    /// The end of the answer: bytes that still wait become one U+FFFD. Nothing waits afterwards.
+    pub fn finish(&mut self, out: &mut String) {
+        match &mut self.source {
+            Source::Table(_) => end_pending(&mut self.pending, out),
+            Source::Context(context) => context.show(self.skip_special, out),
+        }
+    }
+}
+
+/// Turns what waits into one U+FFFD: it is the beginning of one character, so one maximal part.
+#[inline]
+fn end_pending(pending: &mut Vec<u8>, out: &mut String) {
+    if !pending.is_empty() {
+        pending.clear();
+        out.push(char::REPLACEMENT_CHARACTER);
+    }
+}
+
+/// Complete text ends what waits, since no character continues with the first byte of another.
+#[inline]
+fn end_pending_before(pending: &mut Vec<u8>, text: &str, out: &mut String) {
+    if !text.is_empty() {
+        end_pending(pending, out);
+    }
+}
+
+/// Moves everything but the beginning of a last character from `pending` to `out`.
+fn show_complete(pending: &mut Vec<u8>, out: &mut String) {
+    let mut rest = pending.as_slice();
+    loop {
+        let error = match std::str::from_utf8(rest) {
+            Ok(text) => {
+                out.push_str(text);
+                rest = &[];
+                break;
+            }
+            Err(error) => error,
+        };
+        let (valid, tail) = rest.split_at(error.valid_up_to());
+        out.push_str(&String::from_utf8_lossy(valid));
+        rest = tail;
+        let Some(bad) = error.error_len() else { break };
+        out.push(char::REPLACEMENT_CHARACTER);
+        rest = &tail[bad..];
+    }
+    let shown = pending.len() - rest.len();
+    pending.drain(..shown);
+}
+
+/// Decoding for models whose decoder looks at several tokens at once (WordPiece, Metaspace, ...): the reference decodes
+/// a short window with and without the new tokens, and the difference is the new text.
+struct Context {
+    tokenizer: Arc<Tokenizer>,
+    /// The last tokens whose text has left; at most [`Context::SHOWN`].
+    shown: Vec<u32>,
+    /// Tokens whose text ends in U+FFFD so far; at most [`Context::HELD`].
+    held: Vec<u32>,
+}
+
+impl Context {
+    /// Decoders look one token back; more only makes the window robust against tokens without text.
+    const SHOWN: usize = 6;
+    /// A character has at most four bytes, so whoever waits longer waits in vain.
+    const HELD: usize = 4;
+
+    fn push(&mut self, id: u32, skip_special: bool, out: &mut String) {
+        if skip_special && self.tokenizer.is_special(id) {
+            return self.show(skip_special, out);
+        }
+        self.held.push(id);
+        let fresh = self.fresh(skip_special);
+        if !fresh.ends_with(char::REPLACEMENT_CHARACTER) || self.held.len() >= Self::HELD {
+            self.show(skip_special, out);
+        }
+    }
+
+    fn show(&mut self, skip_special: bool, out: &mut String) {
+        if self.held.is_empty() {
+            return;
+        }
+        out.push_str(&self.fresh(skip_special));
+        self.shown.append(&mut self.held);
+        let surplus = self.shown.len().saturating_sub(Self::SHOWN);
+        self.shown.drain(..surplus);
+    }
+
+    /// What the held tokens add to the text of the shown ones.
+    fn fresh(&self, skip_special: bool) -> String {
+        let before = self.tokenizer.decode(&self.shown, skip_special);
+        let all: Vec<u32> = self.shown.iter().chain(&self.held).copied().collect();
+        let after = self.tokenizer.decode(&all, skip_special);
+        // Text that has left can't be called back: where the decoder rewrote some of it, what differs is new.
+        let same: usize = before
+            .chars()
+            .zip(after.chars())
+            .take_while(|(a, b)| a == b)
+            .map(|(a, _)| a.len_utf8())
+            .sum();
+        after.get(same..).unwrap_or_default().to_owned()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Ids 0 to 255 are bytes; 300 and 301 are three syllables cut within the second; 900 is special.
+    fn toy() -> Arc<TokenTable> {
+        let mut entries: Vec<(u32, Vec<u8>, bool)> = (0..=255u8).map(|b| (u32::from(b), vec![b], false)).collect();
+        entries.push((300, vec![0xEC, 0x82, 0xBC, 0xEA, 0xB2], false));
+        entries.push((301, vec![0xB9, 0xEC, 0x82, 0xB4], false));
+        entries.push((302, "\u{FFFD}".into(), false));
+        entries.push((900, b"<eos>".to_vec(), true));
+        Arc::new(TokenTable::from_pieces(entries).unwrap())
+    }
+
+    /// The text after each step, a step being some ids, and then that of the end.
+    fn deltas(steps: &[&[u32]]) -> Vec<String> {
+        let mut decoder = StreamDecoder::from_table(toy(), true);
+        let mut shown: Vec<String> = steps
+            .iter()
+            .map(|step| {
+                let mut out = String::new();
+                step.iter().for_each(|id| decoder.push(*id, &mut out));
+                out
+            })
+            .collect();
+        let mut out = String::new();
+        decoder.finish(&mut out);
+        shown.push(out);
+        shown
+    }
+
+    #[test]
+    fn a_character_leaves_when_it_is_complete() {
+        assert_eq!(deltas(&[&[240, 159], &[153, 130], &[111, 107]]), ["", "🙂", "ok", ""]);
+    }
+
+    #[test]
+    fn complete_text_is_not_held_back_with_what_is_not() {
+        assert_eq!(deltas(&[&[300], &[301]]), ["삼", "겹살", ""]);
+    }
+
+    #[test]
+    fn the_end_turns_waiting_bytes_into_one_replacement() {
+        assert_eq!(deltas(&[&[240, 159]]), ["", "\u{FFFD}"]);
+        assert_eq!(deltas(&[&[240, 159, 153]]), ["", "\u{FFFD}"]);
+    }
+
+    #[test]
+    fn hopeless_bytes_leave_with_the_byte_that_makes_them_hopeless() {
+        assert_eq!(deltas(&[&[195], &[65], &[66]]), ["", "\u{FFFD}A", "B", ""]);
+        assert_eq!(deltas(&[&[153, 130], &[120]]), ["\u{FFFD}\u{FFFD}", "x", ""]);
+        assert_eq!(deltas(&[&[0xE0], &[0x80]]), ["", "\u{FFFD}\u{FFFD}", ""]);
+    }
+
+    #[test]
+    fn nothing_is_composed_and_a_genuine_replacement_is_not_withheld() {
+        assert_eq!(deltas(&[&[101], &[204, 129]]), ["e", "\u{301}", ""]);
+        assert_eq!(deltas(&[&[302], &[121]]), ["\u{FFFD}", "y", ""]);
+    }
+
+    #[test]
+    fn a_special_token_has_no_text_and_ends_what_waits() {
+        assert_eq!(deltas(&[&[240, 159], &[900], &[153]]), ["", "\u{FFFD}", "\u{FFFD}", ""]);
+        let mut decoder = StreamDecoder::from_table(toy(), false);
+        let mut out = String::new();
+        [104, 900].iter().for_each(|id| decoder.push(*id, &mut out));
+        assert_eq!(out, "h<eos>");
+    }
+
+    #[test]
+    fn an_unknown_id_has_no_text() {
+        assert_eq!(
+            deltas(&[&[240, 159], &[777], &[153, 130], &[5_000_000]]),
+            ["", "", "🙂", "", ""]
+        );
+    }
+
+    #[test]
+    fn only_the_first_space_of_a_whole_text_is_stripped() {
+        let table = TokenTable::from_pieces(vec![
+            (1, b" a".to_vec(), false),
+            (2, b" ".to_vec(), false),
+            (3, vec![], false),
+        ])
+        .unwrap()
+        .stripping_first_space(true);
+        let table = Arc::new(table);
+        let text = |ids: &[u32], continuing: bool| {
+            let mut decoder = StreamDecoder::from_table(Arc::clone(&table), true);
+            if continuing {
+                decoder = decoder.continuing();
+            }
+            let mut out = String::new();
+            ids.iter().for_each(|id| decoder.push(*id, &mut out));
+            out
+        };
+        assert_eq!(text(&[1, 1], false), "a a");
+        assert_eq!(text(&[3, 1, 1], false), "a a");
+        assert_eq!(text(&[2, 1], false), " a");
+        assert_eq!(text(&[1, 1], true), " a a");
+    }
+
+    #[test]
+    fn what_waits_stays_small_however_long_the_answer() {
+        let mut decoder = StreamDecoder::from_table(toy(), true);
+        let mut out = String::new();
+        for _ in 0..100_000 {
+            decoder.push(0xF0, &mut out);
+            assert!(decoder.pending.len() <= 3 && decoder.pending.capacity() <= 64);
+        }
+        assert_eq!(out.chars().count(), 99_999);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2_000))]
+
+        #[test]
+        fn any_bytes_give_what_the_whole_gives(bytes in proptest::collection::vec(interesting_byte(), 0..24)) {
+            let ids: Vec<u32> = bytes.iter().map(|b| u32::from(*b)).collect();
+            let mut decoder = StreamDecoder::from_table(toy(), true);
+            let mut out = String::new();
+            ids.iter().for_each(|id| decoder.push(*id, &mut out));
+            decoder.finish(&mut out);
+            prop_assert_eq!(out, String::from_utf8_lossy(&bytes));
+        }
+    }
+
+    /// Bytes at the edges of UTF-8's ranges, where the rules change.
+    fn interesting_byte() -> impl Strategy<Value = u8> {
+        prop_oneof![
+            Just(b'a'),
+            proptest::sample::select(vec![
+                0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC2, 0xDF, 0xE0, 0xE1, 0xED, 0xEE, 0xEF, 0xF0, 0xF1,
+                0xF4, 0xF5, 0xFF,
+            ]),
+            any::<u8>(),
+        ]
+    }
+}

@@ -1,0 +1,21 @@
+//! The hot path of headrace.
+//!
+//! The map:
+//! - [`request`] is what a request may be, [`openai`] how HTTP clients write one and read its answer, [`template`] and
+//!   [`tokenize`] make ids of it, [`detok`] and [`stops`] make text of ids, [`blocks`] names prefixes and answers,
+//!   [`schema`] says which forms of answer may be asked for. All of these are pure: values in, values out.
+//! - [`plane`] alone does network: the router's data plane (axum, tonic, tokio).
+//! - `python` alone knows PyO3.
+
+pub mod blocks;
+pub mod detok;
+pub mod error;
+pub mod openai;
+pub mod plane;
+pub mod proto;
+mod python;
+pub mod request;
+pub mod schema;
+pub mod stops;
+pub mod template;
+pub mod tokenize;

@@ -1,0 +1,333 @@
+//! An answer in the making: ids in, text out, and the decision where it ends. Pure: no clock, no network.
+//!
+//! The end of an answer is decided here, exactly once for each choice, on ids and text together: an end-of-sequence or stop
+//! id, a stop string, or the token limit. What a worker sends after that is not looked at. Everything that belongs to a token
+//! (its log-probabilities, its bytes) travels with its id and leaves together with its text.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use crate::{
+    detok::StreamDecoder,
+    proto::{answer as stored, Outcome, TokenDelta, TokenLogprobs},
+    stops::{StopMatcher, StopSet},
+    tokenize::Tokenizer,
+};
+
+/// Where the parts of an answer go: SSE events, gRPC messages, or one body.
+pub trait Sink {
+    /// The prompt's ids with their log-probabilities (none for the first), before anything else, when both were asked for.
+    fn prompt(&mut self, choice: u32, entries: &[Entry]);
+    /// Text that will not be taken back, with the ids that it completes when [`Ending::entries`] is set.
+    fn delta(&mut self, choice: u32, text: &str, entries: &[Entry]);
+    /// The choice is over.
+    fn finish(&mut self, choice: u32, finish: &Finish);
+}
+
+/// One id and what belongs to it.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// The id.
+    pub id: u32,
+    /// When they were asked for.
+    pub logprobs: Option<TokenLogprobs>,
+    start: usize,
+    end: usize,
+}
+
+/// How a choice ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finish {
+    /// Stop or length.
+    pub outcome: Outcome,
+    /// The stop string that did it.
+    pub stop_string: Option<String>,
+    /// The id that did it.
+    pub stop_id: Option<u32>,
+}
+
+/// When the answer to one request ends, and what is wanted of it.
+#[derive(Clone, Debug)]
+pub struct Ending {
+    /// All ids by which the model says that it is done; empty when they are to be ignored.
+    pub eos_ids: Vec<u32>,
+    /// The client's own.
+    pub stop_ids: Vec<u32>,
+    /// The client's own.
+    pub stop_strings: Vec<String>,
+    /// The same, prepared.
+    pub stop_set: Arc<StopSet>,
+    /// For each choice.
+    pub max_tokens: u32,
+    /// Before so many ids nothing but `max_tokens` ends it.
+    pub min_tokens: u32,
+    /// Hand out ids (and log-probabilities) with the text.
+    pub entries: bool,
+    /// Leave special tokens out of the text.
+    pub skip_special: bool,
+}
+
+/// A worker that broke the contract; the text says how.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Gap(pub String);
+
+/// All choices of one request.
+pub struct Answer {
+    ending: Ending,
+    choices: Vec<Choice>,
+    /// Something was handed to the sink: it can't be done again from the start.
+    shown: bool,
+}
+
+struct Choice {
+    decoder: StreamDecoder,
+    matcher: Option<StopMatcher>,
+    ids: Vec<u32>,
+    logprobs: Vec<TokenLogprobs>,
+    /// Of the running attempt: ids that earlier attempts committed.
+    base: usize,
+    /// Bytes of text that the decoder gave, and of these, the bytes that left.
+    decoded_bytes: usize,
+    emitted_bytes: usize,
+    waiting: VecDeque<Entry>,
+    finish: Option<Finish>,
+}
+
+impl Answer {
+    /// Nothing yet, of `choices` choices.
+    pub fn new(tokenizer: &Arc<Tokenizer>, choices: u32, ending: Ending) -> Self {
+        let matcher = (!ending.stop_strings.is_empty()).then(|| StopMatcher::new(ending.stop_set.clone()));
+        let choice = || Choice {
+            decoder: StreamDecoder::new(tokenizer, ending.skip_special).continuing(),
+            matcher: matcher.clone(),
+            ids: Vec::new(),
+            logprobs: Vec::new(),
+            base: 0,
+            decoded_bytes: 0,
+            emitted_bytes: 0,
+            waiting: VecDeque::new(),
+            finish: None,
+        };
+        Self {
+            choices: (0..choices).map(|_| choice()).collect(),
+            ending,
+            shown: false,
+        }
+    }
+
+    /// Takes ids of a choice in; true when the choice is over with them.
+    /// An id whose index was taken before is left out; one that leaves a gap is the worker's fault.
+    pub fn push(&mut self, delta: &TokenDelta, sink: &mut impl Sink) -> Result<bool, Gap> {
+        let Some(choice) = self.choices.get_mut(delta.choice as usize) else {
+            return Err(Gap(format!("choice {} of {}", delta.choice, self.choices.len())));
+        };
+        if choice.finish.is_some() {
+            return Ok(true);
+        }
+        let first = choice.base + delta.first_index as usize;
+        if first > choice.ids.len() {
+            return Err(Gap(format!("index {first} after {} ids", choice.ids.len())));
+        }
+        let mut text = String::new();
+        let mut entries = Vec::new();
+        let known = choice.ids.len() - first;
+        let mut logprobs = delta.logprobs.iter();
+        for (index, &id) in delta.ids.iter().enumerate() {
+            let logprobs = logprobs.next();
+            if index < known {
+                continue;
+            }
+            choice.take(id, logprobs, &self.ending, &mut text);
+            if choice.finish.is_some() {
+                break;
+            }
+        }
+        if let (None, Some(finish)) = (&choice.finish, &delta.finish) {
+            let outcome = Outcome::try_from(finish.outcome).unwrap_or(Outcome::Failed);
+            if matches!(outcome, Outcome::Stop | Outcome::Length | Outcome::ToolCalls) {
+                choice.end(Finish { outcome, stop_string: None, stop_id: None }, &self.ending, &mut text);
+            }
+        }
+        choice.release(&mut entries);
+        if !text.is_empty() || (self.ending.entries && !entries.is_empty()) {
+            self.shown = true;
+            sink.delta(delta.choice, &text, &entries);
+        }
+        if let Some(finish) = &choice.finish {
+            self.shown = true;
+            sink.finish(delta.choice, finish);
+        }
+        Ok(choice.finish.is_some())
+    }
+
+    /// Every choice is over.
+    pub fn is_done(&self) -> bool {
+        self.choices.iter().all(|choice| choice.finish.is_some())
+    }
+
+    /// "length" when any choice was cut, else "stop".
+    pub fn outcome(&self) -> &'static str {
+        let cut = |choice: &Choice| choice.finish.as_ref().is_some_and(|finish| finish.outcome == Outcome::Length);
+        if self.choices.iter().any(cut) {
+            "length"
+        } else {
+            "stop"
+        }
+    }
+
+    /// Whether that choice is over.
+    pub fn is_finished(&self, choice: u32) -> bool {
+        self.choices.get(choice as usize).is_some_and(|choice| choice.finish.is_some())
+    }
+
+    /// Something has left: only going on is possible, not doing it again.
+    pub fn is_shown(&self) -> bool {
+        self.shown
+    }
+
+    /// Ids over all choices, each up to and including the one that ended it.
+    pub fn completion_tokens(&self) -> u32 {
+        self.choices.iter().map(|choice| choice.ids.len() as u32).sum()
+    }
+
+    /// The ids of the only choice, to go on from elsewhere; None when there are several.
+    pub fn committed(&self) -> Option<&[u32]> {
+        match self.choices.as_slice() {
+            [choice] => Some(&choice.ids),
+            _ => None,
+        }
+    }
+
+    /// Ids that earlier attempts committed.
+    pub fn resumed(&self) -> usize {
+        self.choices.first().map_or(0, |choice| choice.base)
+    }
+
+    /// Forgets all that came; only while nothing was shown.
+    pub fn reset(&mut self, tokenizer: &Arc<Tokenizer>) {
+        *self = Self::new(tokenizer, self.choices.len() as u32, self.ending.clone());
+    }
+
+    /// The next attempt counts its ids from 0 again.
+    pub fn rebase(&mut self) {
+        for choice in &mut self.choices {
+            choice.base = choice.ids.len();
+        }
+    }
+
+    /// What the response cache keeps; only of a finished answer.
+    pub fn stored(&self, prompt_tokens: u32) -> crate::proto::Answer {
+        crate::proto::Answer {
+            prompt_tokens,
+            choices: self
+                .choices
+                .iter()
+                .map(|choice| stored::Choice {
+                    ids: choice.ids.clone(),
+                    logprobs: choice.logprobs.clone(),
+                    outcome: choice.finish.as_ref().map_or(Outcome::Unspecified, |finish| finish.outcome) as i32,
+                })
+                .collect(),
+        }
+    }
+
+    /// A stored answer as a worker would have sent it.
+    pub fn replay(stored: crate::proto::Answer) -> Vec<TokenDelta> {
+        let choices = stored.choices.into_iter().zip(0..);
+        choices
+            .map(|(choice, number)| TokenDelta {
+                choice: number,
+                ids: choice.ids,
+                logprobs: choice.logprobs,
+                finish: Some(crate::proto::token_delta::Finish {
+                    outcome: choice.outcome,
+                    ..Default::default()
+                }),
+                ..TokenDelta::default()
+            })
+            .collect()
+    }
+}
+
+impl Choice {
+    fn take(&mut self, id: u32, logprobs: Option<&TokenLogprobs>, ending: &Ending, text: &mut String) {
+        self.ids.push(id);
+        if let Some(logprobs) = logprobs {
+            self.logprobs.push(logprobs.clone());
+        }
+        let may_end = self.ids.len() > ending.min_tokens as usize;
+        if may_end && (ending.eos_ids.contains(&id) || ending.stop_ids.contains(&id)) {
+            let finish = Finish { outcome: Outcome::Stop, stop_string: None, stop_id: Some(id) };
+            return self.end(finish, ending, text);
+        }
+        let mut fresh = String::new();
+        self.decoder.push(id, &mut fresh);
+        if ending.entries {
+            let start = self.waiting.back().map_or(self.decoded_bytes, |entry| entry.end);
+            // A token whose character is not complete yet leaves with the byte that completes it.
+            let end = self.decoded_bytes + fresh.len() + usize::from(self.decoder.holds_bytes());
+            self.waiting.push_back(Entry { id, logprobs: logprobs.cloned(), start, end });
+        }
+        self.emit(&fresh, ending, text);
+        if self.finish.is_none() && self.ids.len() >= ending.max_tokens as usize {
+            self.end(Finish { outcome: Outcome::Length, stop_string: None, stop_id: None }, ending, text);
+        }
+    }
+
+    /// Text of the decoder on its way out, through the stop strings.
+    fn emit(&mut self, fresh: &str, ending: &Ending, text: &mut String) {
+        self.decoded_bytes += fresh.len();
+        let before = text.len();
+        match &mut self.matcher {
+            None => text.push_str(fresh),
+            Some(matcher) => {
+                if let Some(stop) = matcher.push(fresh, text) {
+                    let stop_string = ending.stop_strings.get(stop).cloned();
+                    self.finish = Some(Finish { outcome: Outcome::Stop, stop_string, stop_id: None });
+                }
+            }
+        }
+        self.emitted_bytes += text.len() - before;
+    }
+
+    /// Everything that was held leaves; a stop string that the last bytes complete still counts.
+    fn end(&mut self, finish: Finish, ending: &Ending, text: &mut String) {
+        let mut fresh = String::new();
+        self.decoder.finish(&mut fresh);
+        self.emit(&fresh, ending, text);
+        if self.finish.is_some() {
+            return;
+        }
+        let before = text.len();
+        if let Some(matcher) = &mut self.matcher {
+            matcher.finish(text);
+        }
+        self.emitted_bytes += text.len() - before;
+        self.finish = Some(finish);
+    }
+
+    /// Moves the entries whose text has left.
+    fn release(&mut self, entries: &mut Vec<Entry>) {
+        while let Some(entry) = self.waiting.front() {
+            let gone = match &self.finish {
+                None => entry.end <= self.emitted_bytes,
+                // Cut within a token: the token was begun, so it belongs to the answer.
+                Some(_) => entry.start < self.emitted_bytes || entry.end <= self.emitted_bytes,
+            };
+            if !gone {
+                break;
+            }
+            entries.extend(self.waiting.pop_front());
+        }
+        if self.finish.is_some() {
+            self.waiting.clear();
+        }
+    }
+}
+
+/// The ids of a prompt with their log-probabilities, as entries.
+pub fn prompt_entries(ids: &[u32], logprobs: &[TokenLogprobs]) -> Vec<Entry> {
+    let later = logprobs.iter().map(|one| Some(one.clone())).chain(std::iter::repeat(None));
+    let all = std::iter::once(None).chain(later);
+    let entry = |(&id, logprobs)| Entry { id, logprobs, start: 0, end: 0 };
+    ids.iter().zip(all).map(entry).collect()
+}

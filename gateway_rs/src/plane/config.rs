@@ -1,0 +1,52 @@
+//! The data plane's configuration: the `[router]` table of the one configuration file, checked by Python
+//! (`services/headrace/config.py` has each key's meaning), with the models' prepared folders.
+
+use std::path::PathBuf;
+
+use serde::Deserialize;
+
+/// Everything the data plane needs to know at start.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct PlaneConfig {
+    pub router_id: String,
+    pub http_address: String,
+    pub grpc_address: String,
+    pub scheduler: String,
+    pub cache: String,
+    pub threads: usize,
+    pub max_body_bytes: usize,
+    pub max_open_requests: usize,
+    pub max_unread_tokens: usize,
+    pub max_choices: u32,
+    pub max_deadline_s: f64,
+    pub place_attempts: u32,
+    pub resume_attempts: u32,
+    pub stall_timeout_s: f64,
+    pub header_timeout_s: f64,
+    pub drain_grace_s: f64,
+    pub settle_s: f64,
+    pub models: Vec<ModelFolder>,
+    pub telemetry: Telemetry,
+}
+
+/// A model that clients can ask for.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct ModelFolder {
+    pub name: String,
+    pub folder: PathBuf,
+}
+
+/// Traces and logs.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct Telemetry {
+    pub otlp_endpoint: String,
+    pub sample_ratio: f64,
+    pub log_level: String,
+    pub log_content: bool,
+}

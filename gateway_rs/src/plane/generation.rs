@@ -1,0 +1,849 @@
+//! A request's way, top to bottom: prepare, look up, place, run; then text, until every choice has ended.
+//!
+//! A [`Generation`] is polled by the connection that waits for it and owns everything the request holds: dropping it, at
+//! whatever await, withdraws its question, cancels its run, gives its lease back and abandons its lead.
+//!
+//! A worker that is lost before anything was shown costs a new attempt elsewhere; one that is lost in mid-answer is followed
+//! by another that goes on from the committed ids, where that is exact. Ids are committed once, by index.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{atomic::Ordering, Arc},
+    task::{ready, Context, Poll},
+    time::{Duration, Instant},
+};
+
+use opentelemetry::trace::SpanKind;
+use tokio::time::Sleep;
+use tokio_util::sync::WaitForCancellationFutureOwned;
+
+use super::{
+    answer::{prompt_entries, Answer, Ending, Entry, Finish, Sink},
+    links::{
+        cache::{Found, Lead},
+        scheduler::left_ms,
+        worker::{Run, RunEnd},
+    },
+    metrics::LookupLabels,
+    model::Model,
+    open::OpenRequest,
+    trace::Span,
+    Plane,
+};
+use crate::{
+    blocks,
+    error::{ApiError, ErrorCode},
+    proto::{self, place_request::Ask, Outcome, Submit, TokenDelta, TraceContext},
+    request::{Class, Guided, Prompt, Request},
+    stops::StopSet,
+};
+
+/// Bodies and prompts over this are parsed and tokenised away from the threads that serve streams, in bytes.
+pub const LONG_BYTES: usize = 32 * 1024;
+
+/// What the door knows of a request.
+pub struct Call {
+    /// Validated.
+    pub request: Request,
+    /// The model it names.
+    pub model: Arc<Model>,
+    /// Its id for people.
+    pub request_id: String,
+    /// Counted, with its span.
+    pub open: OpenRequest,
+    /// The nearer of the client's and the call's own.
+    pub deadline: Option<Instant>,
+}
+
+/// How far a generation has come.
+pub enum Step {
+    /// The sink got something; more comes.
+    More,
+    /// Every choice has ended.
+    Done,
+    /// It did not succeed; what the sink got before stands.
+    Failed(ApiError),
+}
+
+/// A request on its way.
+pub struct Generation {
+    plane: Arc<Plane>,
+    shared: Arc<Shared>,
+    open: OpenRequest,
+    parts: Vec<Part>,
+    timer: Option<Pin<Box<Sleep>>>,
+    stopping: Pin<Box<WaitForCancellationFutureOwned>>,
+    over: bool,
+}
+
+/// What all attempts for a request need.
+struct Shared {
+    request: Request,
+    model: Arc<Model>,
+    request_id: String,
+    deadline: Option<Instant>,
+    context_tokens: u32,
+    eos_ids: Vec<u32>,
+    /// The weights and how they are run.
+    model_version: String,
+    block_tokens: u32,
+}
+
+/// One prompt of the request, with its choices.
+struct Part {
+    plane: Arc<Plane>,
+    shared: Arc<Shared>,
+    prompt_ids: Arc<Vec<u32>>,
+    seeds: Vec<u64>,
+    max_tokens: u32,
+    /// Index of its first choice.
+    first_choice: u32,
+    answer: Answer,
+    state: State,
+    deltas: Vec<TokenDelta>,
+    lead: Option<Lead>,
+    run_span: Option<Span>,
+    epoch: u32,
+    attempts: u32,
+    resumes: u32,
+    avoid: Vec<String>,
+    echoed: bool,
+    cached_prompt_tokens: u32,
+    wasted_tokens: u32,
+    cached_answer: bool,
+    first: Option<Instant>,
+}
+
+enum State {
+    Opening(Pin<Box<dyn Future<Output = Result<Opened, ApiError>> + Send>>),
+    Running(Run),
+    Over,
+}
+
+enum Opened {
+    Replay(proto::Answer),
+    Run { run: Run, span: Span, lead: Option<Lead> },
+}
+
+impl Generation {
+    /// Counts the prompts and starts every part. Errors: what the template refuses, a prompt or an answer that cannot fit.
+    pub async fn prepare(plane: &Arc<Plane>, mut call: Call) -> Result<Self, ApiError> {
+        match Self::try_prepare(plane, &mut call).await {
+            Ok((shared, prompts)) => {
+                let parts = prompts.into_iter().enumerate().map(|(index, ids)| Part::new(plane, &shared, index, ids, &call.open));
+                let parts = parts.collect::<Result<Vec<_>, _>>();
+                match parts {
+                    Ok(parts) => Ok(Self {
+                        plane: plane.clone(),
+                        timer: None,
+                        stopping: Box::pin(plane.stopping.clone().cancelled_owned()),
+                        shared,
+                        open: call.open,
+                        parts,
+                        over: false,
+                    }),
+                    Err(error) => {
+                        call.open.fail(&error);
+                        Err(error)
+                    }
+                }
+            }
+            Err(error) => {
+                call.open.fail(&error);
+                Err(error)
+            }
+        }
+    }
+
+    async fn try_prepare(plane: &Arc<Plane>, call: &mut Call) -> Result<(Arc<Shared>, Vec<Vec<u32>>), ApiError> {
+        if call.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            return Err(deadline_exceeded());
+        }
+        let mut span = call.open.stage("prepare", SpanKind::Internal);
+        let pool = plane.pool(&call.model.name);
+        let description = pool.and_then(|pool| pool.description).unwrap_or_default();
+        let mut eos_ids = call.model.eos_ids.clone();
+        eos_ids.extend(description.eos_ids.iter().filter(|id| !call.model.eos_ids.contains(id)));
+        let shared = Arc::new(Shared {
+            request: call.request.clone(),
+            model: call.model.clone(),
+            request_id: call.request_id.clone(),
+            deadline: call.deadline,
+            context_tokens: plane.context_tokens(&call.model),
+            eos_ids,
+            model_version: format!("{} {} {}", description.engine, description.weights_sha256, description.quantization),
+            block_tokens: description.block_tokens,
+        });
+        let prompts = encode(&shared).await?;
+        call.open.books.prompt_tokens = prompts.iter().map(|ids| ids.len() as u32).sum();
+        span.set("gen_ai.usage.input_tokens", i64::from(call.open.books.prompt_tokens));
+        Ok((shared, prompts))
+    }
+
+    /// Drives it; whatever leaves goes to the sink. After Done or Failed it must not be polled again.
+    pub fn poll(&mut self, context: &mut Context<'_>, sink: &mut impl Sink) -> Poll<Step> {
+        let mut step = self.poll_parts(context, sink);
+        if step.is_pending() {
+            step = self.poll_timer(context);
+        }
+        self.keep_books();
+        if let Poll::Ready(step) = &step {
+            match step {
+                Step::More => {}
+                Step::Done => {
+                    self.over = true;
+                    let cut = self.parts.iter().any(|part| part.answer.outcome() == "length");
+                    self.open.end(if cut { "length" } else { "stop" });
+                }
+                Step::Failed(error) => {
+                    self.over = true;
+                    self.parts.iter_mut().for_each(|part| part.stop(error));
+                    self.open.fail(error);
+                }
+            }
+        }
+        step
+    }
+
+    /// What it has cost so far.
+    pub fn books(&self) -> &super::open::Books {
+        &self.open.books
+    }
+
+    /// Ids of all prompts.
+    pub fn prompt_tokens(&self) -> u32 {
+        self.open.books.prompt_tokens
+    }
+
+    fn poll_parts(&mut self, context: &mut Context<'_>, sink: &mut impl Sink) -> Poll<Step> {
+        let (mut progress, mut done) = (false, true);
+        for part in &mut self.parts {
+            if matches!(part.state, State::Over) {
+                continue;
+            }
+            let mut sink = Offset { sink, first_choice: part.first_choice };
+            match part.poll(context, &mut sink, &self.open) {
+                Poll::Pending => {}
+                Poll::Ready(Ok(())) => progress = true,
+                Poll::Ready(Err(error)) => return Poll::Ready(Step::Failed(error)),
+            }
+            done &= matches!(part.state, State::Over);
+        }
+        match (done, progress) {
+            (true, _) => Poll::Ready(Step::Done),
+            (false, true) => Poll::Ready(Step::More),
+            (false, false) => Poll::Pending,
+        }
+    }
+
+    /// The deadline, workers that have fallen silent, and the end of the process.
+    fn poll_timer(&mut self, context: &mut Context<'_>) -> Poll<Step> {
+        if self.stopping.as_mut().poll(context).is_ready() {
+            let error = ApiError::new(ErrorCode::Draining, "this router stopped before the answer was complete");
+            return Poll::Ready(Step::Failed(error));
+        }
+        let stall = Duration::from_secs_f64(self.plane.config.stall_timeout_s);
+        loop {
+            let deadline = self.shared.deadline;
+            let timer = self.timer.get_or_insert_with(|| {
+                let first = Instant::now() + stall;
+                Box::pin(tokio::time::sleep_until(deadline.map_or(first, |deadline| deadline.min(first)).into()))
+            });
+            ready!(timer.as_mut().poll(context));
+            let now = Instant::now();
+            if deadline.is_some_and(|deadline| deadline <= now) {
+                return Poll::Ready(Step::Failed(deadline_exceeded()));
+            }
+            let mut longest = Duration::ZERO;
+            for part in &mut self.parts {
+                let State::Running(run) = &part.state else { continue };
+                let silence = run.silence();
+                if silence < stall {
+                    longest = longest.max(silence);
+                    continue;
+                }
+                let reason = format!("the worker has been silent for {:.1} s", silence.as_secs_f64());
+                if let Err(error) = part.lost(&reason, &self.open) {
+                    return Poll::Ready(Step::Failed(error));
+                }
+                // Its new question must be polled.
+                context.waker().wake_by_ref();
+            }
+            let next = now + (stall - longest).max(Duration::from_millis(1));
+            timer.as_mut().reset(deadline.map_or(next, |deadline| deadline.min(next)).into());
+        }
+    }
+
+    fn keep_books(&mut self) {
+        let books = &mut self.open.books;
+        let sum = |count: fn(&Part) -> u32| self.parts.iter().map(count).sum();
+        books.completion_tokens = sum(|part| part.answer.completion_tokens());
+        books.cached_prompt_tokens = sum(|part| part.cached_prompt_tokens);
+        books.wasted_tokens = sum(|part| part.wasted_tokens);
+        books.cached_answer = self.parts.iter().all(|part| part.cached_answer);
+        books.first = self.parts.iter().filter_map(|part| part.first).min();
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        if !self.over {
+            self.keep_books();
+        }
+    }
+}
+
+/// The prompts' ids; long ones are counted away from the threads that serve streams.
+async fn encode(shared: &Arc<Shared>) -> Result<Vec<Vec<u32>>, ApiError> {
+    let bytes: usize = shared.request.prompts.iter().map(weight).sum();
+    let work = {
+        let shared = shared.clone();
+        move || {
+            let encode = |prompt| shared.model.encode(&shared.request, prompt, shared.context_tokens);
+            shared.request.prompts.iter().map(encode).collect()
+        }
+    };
+    if bytes <= LONG_BYTES {
+        return work();
+    }
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(internal(error)))
+}
+
+fn weight(prompt: &Prompt) -> usize {
+    match prompt {
+        Prompt::Text(text) => text.len(),
+        Prompt::Ids(_) => 0,
+        Prompt::Chat(chat) => {
+            let content = |message: &crate::request::ChatMessage| match &message.content {
+                crate::request::Content::Absent => 0,
+                crate::request::Content::Text(text) => text.len(),
+                crate::request::Content::Parts(parts) => parts.iter().map(String::len).sum(),
+            };
+            // Rendering costs something for each message, however short.
+            chat.messages.iter().map(|message| content(message) + 64).sum()
+        }
+    }
+}
+
+impl Part {
+    fn new(
+        plane: &Arc<Plane>,
+        shared: &Arc<Shared>,
+        index: usize,
+        prompt_ids: Vec<u32>,
+        open: &OpenRequest,
+    ) -> Result<Self, ApiError> {
+        let request = &shared.request;
+        let max_tokens = request.resolve_max_tokens(prompt_ids.len(), shared.context_tokens)?;
+        if max_tokens == 0 && request.logprobs.is_some() {
+            return Err(ApiError::unsupported("max_tokens", "log-probabilities of a prompt need max_tokens of at least 1"));
+        }
+        let ending = Ending {
+            eos_ids: if request.stopping.ignore_eos { Vec::new() } else { shared.eos_ids.clone() },
+            stop_ids: request.stopping.stop_ids.clone(),
+            stop_strings: request.stopping.stop.clone(),
+            stop_set: Arc::new(StopSet::new(&request.stopping.stop, request.stopping.include_stop)),
+            max_tokens,
+            min_tokens: request.stopping.min_tokens,
+            entries: request.logprobs.is_some() || request.door == crate::request::Door::Native,
+            skip_special: true,
+        };
+        let mut part = Self {
+            answer: Answer::new(&shared.model.tokenizer, request.sampling.n, ending),
+            seeds: request.seeds(rand::random),
+            first_choice: index as u32 * request.sampling.n,
+            plane: plane.clone(),
+            shared: shared.clone(),
+            prompt_ids: Arc::new(prompt_ids),
+            max_tokens,
+            state: State::Over,
+            deltas: Vec::new(),
+            lead: None,
+            run_span: None,
+            epoch: 0,
+            attempts: 0,
+            resumes: 0,
+            avoid: Vec::new(),
+            echoed: !request.echo,
+            cached_prompt_tokens: 0,
+            wasted_tokens: 0,
+            cached_answer: false,
+            first: None,
+        };
+        part.start(open);
+        Ok(part)
+    }
+
+    /// Asks for the next attempt: the first one looks the answer up, every one asks for a worker.
+    fn start(&mut self, open: &OpenRequest) {
+        self.epoch += 1;
+        self.attempts += 1;
+        self.run_span = None;
+        if self.max_tokens == 0 {
+            // Only the echo is wanted: nobody has to run anything.
+            let echo = proto::Answer { prompt_tokens: self.prompt_ids.len() as u32, choices: Vec::new() };
+            self.state = State::Opening(Box::pin(async move { Ok(Opened::Replay(echo)) }));
+            return;
+        }
+        let stages = Stages {
+            lookup: (self.epoch == 1 && self.is_cacheable()).then(|| open.stage("lookup", SpanKind::Client)),
+            place: open.stage("place", SpanKind::Client),
+            run: open.stage("run", SpanKind::Client),
+        };
+        let attempt = Attempt {
+            plane: self.plane.clone(),
+            shared: self.shared.clone(),
+            submit: self.submit(),
+            ask: self.ask(),
+            key: stages.lookup.is_some().then(|| self.key()),
+            stages,
+        };
+        self.state = State::Opening(Box::pin(attempt.open()));
+    }
+
+    fn is_cacheable(&self) -> bool {
+        let request = &self.shared.request;
+        // The prompt's log-probabilities are not stored.
+        let stores_all = !(request.echo && request.logprobs.is_some());
+        self.plane.cache.is_some() && request.is_deterministic() && !request.bypass_cache && stores_all
+    }
+
+    fn key(&self) -> [u8; 32] {
+        let model = &self.shared.model;
+        let scope = blocks::Scope {
+            // Tenants are not told apart yet; each will have a scope of its own.
+            tenant: "",
+            model_version: &self.shared.model_version,
+            tokenizer: model.tokenizer.hash(),
+            template: &model.template_sha256,
+            eos_ids: &self.shared.eos_ids,
+        };
+        blocks::answer_key(&scope, &[(&self.prompt_ids, self.max_tokens)], &self.shared.request)
+    }
+
+    fn committed(&self) -> &[u32] {
+        self.answer.committed().unwrap_or_default()
+    }
+
+    fn submit(&self) -> Submit {
+        let request = &self.shared.request;
+        let committed = self.committed();
+        let sampling = &request.sampling;
+        Submit {
+            request_id: self.shared.request_id.clone(),
+            epoch: self.epoch,
+            model: self.shared.model.name.clone(),
+            prompt_ids: self.prompt_ids.iter().chain(committed).copied().collect(),
+            sampling: Some(proto::Sampling {
+                temperature: sampling.temperature,
+                top_k: sampling.top_k,
+                top_p: sampling.top_p,
+                min_p: sampling.min_p,
+                repetition_penalty: sampling.repetition_penalty,
+                frequency_penalty: sampling.frequency_penalty,
+                presence_penalty: sampling.presence_penalty,
+                logit_bias: sampling.logit_bias.iter().copied().collect(),
+                seeds: self.seeds.clone(),
+            }),
+            stopping: Some(proto::Stopping {
+                max_tokens: self.max_tokens - committed.len() as u32,
+                min_tokens: request.stopping.min_tokens.saturating_sub(committed.len() as u32),
+                ignore_eos: request.stopping.ignore_eos,
+                stop_ids: request.stopping.stop_ids.clone(),
+                eos_ids: self.shared.eos_ids.clone(),
+            }),
+            guided: request.guided.as_ref().map(guided),
+            logprobs: request.logprobs.map(|top| proto::LogprobOptions { enabled: true, top, prompt: request.echo }),
+            lora: request.lora.clone().unwrap_or_default(),
+            class: class(request.class) as i32,
+            resumed_tokens: committed.len() as u32,
+            bypass_prefix_cache: request.bypass_prefix_cache,
+            ..Submit::default()
+        }
+    }
+
+    fn ask(&self) -> Ask {
+        let (request, committed) = (&self.shared.request, self.committed().len() as u32);
+        let lora = request.lora.as_deref().unwrap_or_default();
+        let seed = blocks::Seed::new(&self.shared.model.name, lora, b"");
+        let hashes = match self.shared.block_tokens {
+            0 => Vec::new(),
+            block_tokens => blocks::block_hashes(&self.prompt_ids, block_tokens as usize, seed),
+        };
+        Ask {
+            request_id: self.shared.request_id.clone(),
+            class: class(request.class) as i32,
+            pools: vec![self.shared.model.name.clone()],
+            prompt_tokens: self.prompt_ids.len() as u32 + committed,
+            block_hashes: hashes,
+            max_tokens: self.max_tokens - committed,
+            n: request.sampling.n,
+            avoid_instances: self.avoid.clone(),
+            session_id: request.session_id.clone().unwrap_or_default(),
+            epoch: self.epoch,
+            ..Ask::default()
+        }
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>, sink: &mut impl Sink, open: &OpenRequest) -> Poll<Result<(), ApiError>> {
+        loop {
+            match &mut self.state {
+                State::Over => return Poll::Ready(Ok(())),
+                State::Opening(opening) => match ready!(opening.as_mut().poll(context)) {
+                    Err(error) => {
+                        self.state = State::Over;
+                        return Poll::Ready(Err(self.refused(error)));
+                    }
+                    Ok(Opened::Replay(answer)) => {
+                        self.replay(answer, sink)?;
+                        return Poll::Ready(Ok(()));
+                    }
+                    Ok(Opened::Run { run, span, lead }) => {
+                        self.plane.metrics.attempts.inc();
+                        self.run_span = Some(span);
+                        // A later attempt has no lookup of its own; the lead stays with the request.
+                        self.lead = self.lead.take().or(lead);
+                        self.state = State::Running(run);
+                    }
+                },
+                State::Running(run) => {
+                    let end = ready!(run.poll(context, &mut self.deltas));
+                    self.echo(sink);
+                    if let Some(failure) = self.take(sink)? {
+                        self.failed(failure, open)?;
+                        continue;
+                    }
+                    if self.answer.is_done() {
+                        self.finish();
+                        return Poll::Ready(Ok(()));
+                    }
+                    match end {
+                        None => return Poll::Ready(Ok(())),
+                        Some(RunEnd::Lost(reason)) => self.lost(&reason, open)?,
+                        Some(RunEnd::Unread) => {
+                            let limit = self.plane.config.max_unread_tokens;
+                            let message = format!("the client left more than {limit} tokens unread");
+                            return Poll::Ready(Err(ApiError::new(ErrorCode::Cancelled, message)));
+                        }
+                        Some(RunEnd::Finished) => return Poll::Ready(Err(internal("the worker ended without an end"))),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Hands what came to the answer. A failure that the worker reports is given back.
+    fn take(&mut self, sink: &mut impl Sink) -> Result<Option<ApiError>, ApiError> {
+        let mut failure = None;
+        for delta in std::mem::take(&mut self.deltas) {
+            if delta.epoch != self.epoch {
+                continue;
+            }
+            if let Some(cached) = delta.cached_prompt_tokens {
+                self.cached_prompt_tokens = cached.min(self.prompt_ids.len() as u32);
+            }
+            if !delta.ids.is_empty() && self.first.is_none() {
+                self.first = Some(Instant::now());
+            }
+            if !delta.prompt_logprobs.is_empty() {
+                let entries = prompt_entries(&self.prompt_ids, &delta.prompt_logprobs);
+                (0..self.shared.request.sampling.n).for_each(|choice| sink.prompt(choice, &entries));
+            }
+            let finished = match self.answer.push(&delta, sink) {
+                Ok(finished) => finished,
+                Err(gap) => {
+                    self.stop_run(Outcome::Failed);
+                    return Err(internal(format!("the worker sent {}", gap.0)));
+                }
+            };
+            match (&delta.finish, finished) {
+                (None, true) if !self.answer.is_done() => {
+                    if let State::Running(run) = &self.state {
+                        run.stop_choice(delta.choice, Outcome::Stop);
+                    }
+                }
+                (Some(finish), false) => failure = Some(failure.unwrap_or(worker_error(finish))),
+                _ => {}
+            }
+            if let Some(usage) = delta.finish.as_ref().and_then(|finish| finish.usage) {
+                self.compare(&usage);
+            }
+        }
+        Ok(failure)
+    }
+
+    /// Our count is the one that holds; that the worker's differs is worth knowing.
+    fn compare(&self, usage: &proto::Usage) {
+        let prompt = (self.prompt_ids.len() + self.resumed()) as u32;
+        let several = self.shared.request.sampling.n > 1;
+        let ours = self.answer.completion_tokens() - self.resumed() as u32;
+        // With several choices the others are still under way.
+        if usage.prompt_tokens != prompt || (!several && usage.completion_tokens != ours && self.answer.is_done()) {
+            self.plane.metrics.usage_mismatches.inc();
+        }
+    }
+
+    fn resumed(&self) -> usize {
+        self.answer.resumed()
+    }
+
+    /// The prompt's own text comes first, when it was asked for (its log-probabilities bring it along).
+    fn echo(&mut self, sink: &mut impl Sink) {
+        if std::mem::replace(&mut self.echoed, true) || self.shared.request.logprobs.is_some() {
+            return;
+        }
+        let text = match self.shared.request.prompts.get((self.first_choice / self.shared.request.sampling.n) as usize) {
+            Some(Prompt::Text(text)) => text.clone(),
+            _ => self.shared.model.tokenizer.decode(&self.prompt_ids, true),
+        };
+        (0..self.shared.request.sampling.n).for_each(|choice| sink.delta(choice, &text, &[]));
+    }
+
+    fn replay(&mut self, answer: proto::Answer, sink: &mut impl Sink) -> Result<(), ApiError> {
+        self.state = State::Over;
+        self.echo(sink);
+        if self.max_tokens == 0 {
+            let finish = Finish { outcome: Outcome::Length, stop_string: None, stop_id: None };
+            (0..self.shared.request.sampling.n).for_each(|choice| sink.finish(choice, &finish));
+            return Ok(());
+        }
+        self.cached_answer = true;
+        self.cached_prompt_tokens = self.prompt_ids.len() as u32;
+        self.first = Some(Instant::now());
+        for delta in Answer::replay(answer) {
+            self.answer.push(&delta, sink).map_err(|gap| internal(format!("the cache sent {}", gap.0)))?;
+        }
+        match self.answer.is_done() {
+            true => Ok(()),
+            false => Err(internal("the cached answer has no end")),
+        }
+    }
+
+    /// Every choice has ended: the worker is told if it doesn't know, and the answer may be given again.
+    fn finish(&mut self) {
+        self.stop_run(Outcome::Stop);
+        if let Some(lead) = self.lead.take() {
+            lead.fill(self.answer.stored(self.prompt_ids.len() as u32));
+        }
+    }
+
+    fn stop_run(&mut self, reason: Outcome) {
+        if let State::Running(run) = std::mem::replace(&mut self.state, State::Over) {
+            run.stop(reason);
+        }
+        self.run_span = None;
+    }
+
+    /// The request failed: what this part still runs is of no use.
+    fn stop(&mut self, error: &ApiError) {
+        self.stop_run(match error.code {
+            ErrorCode::DeadlineExceeded => Outcome::Deadline,
+            ErrorCode::Cancelled => Outcome::Cancelled,
+            ErrorCode::WorkerLost => Outcome::WorkerLost,
+            _ => Outcome::Failed,
+        });
+        self.lead = None;
+    }
+
+    /// The worker said that it can't. Another one may, as long as nothing was shown.
+    fn failed(&mut self, failure: ApiError, open: &OpenRequest) -> Result<(), ApiError> {
+        let again = failure.retryable && !self.answer.is_shown() && self.attempts < self.plane.config.place_attempts;
+        if let Some(span) = &mut self.run_span {
+            span.fail(failure.openai_code().to_owned());
+        }
+        self.avoid_current();
+        self.stop_run(Outcome::Failed);
+        if !again {
+            return Err(failure);
+        }
+        self.restart(open);
+        Ok(())
+    }
+
+    /// The worker is gone. Go on elsewhere, start again elsewhere, or end with what there is.
+    fn lost(&mut self, reason: &str, open: &OpenRequest) -> Result<(), ApiError> {
+        if let Some(span) = &mut self.run_span {
+            span.fail("worker_lost".to_owned());
+        }
+        self.avoid_current();
+        self.stop_run(Outcome::WorkerLost);
+        let config = &self.plane.config;
+        if self.is_resumable() && self.resumes < config.resume_attempts {
+            self.resumes += 1;
+            self.plane.metrics.resumes.inc();
+            self.answer.rebase();
+            self.start(open);
+            return Ok(());
+        }
+        if !self.answer.is_shown() && self.attempts < config.place_attempts {
+            self.restart(open);
+            return Ok(());
+        }
+        Err(ApiError::new(ErrorCode::WorkerLost, format!("the worker was lost: {reason}")))
+    }
+
+    /// What was committed can be carried whole: one choice, and no grammar whose position is the worker's.
+    fn is_resumable(&self) -> bool {
+        !self.committed().is_empty() && self.shared.request.guided.is_none()
+    }
+
+    fn restart(&mut self, open: &OpenRequest) {
+        self.wasted_tokens += self.answer.completion_tokens();
+        self.answer.reset(&self.shared.model.tokenizer);
+        self.start(open);
+    }
+
+    fn avoid_current(&mut self) {
+        if let State::Running(run) = &self.state {
+            self.avoid.push(run.instance_id().to_owned());
+        }
+    }
+
+    /// What the client is told when no worker was to be had.
+    fn refused(&self, error: ApiError) -> ApiError {
+        match self.answer.is_shown() && error.code != ErrorCode::DeadlineExceeded {
+            true => ApiError::new(ErrorCode::WorkerLost, format!("the worker was lost, and no other took over: {}", error.message)),
+            false => error,
+        }
+    }
+}
+
+/// The spans of one attempt.
+struct Stages {
+    lookup: Option<Span>,
+    place: Span,
+    run: Span,
+}
+
+/// One attempt, from the question to the run.
+struct Attempt {
+    plane: Arc<Plane>,
+    shared: Arc<Shared>,
+    submit: Submit,
+    ask: Ask,
+    key: Option<[u8; 32]>,
+    stages: Stages,
+}
+
+impl Attempt {
+    async fn open(mut self) -> Result<Opened, ApiError> {
+        let lead = match self.look_up().await {
+            Found::Hit(answer) => return Ok(Opened::Replay(answer)),
+            Found::Lead(lead) => Some(lead),
+            Found::Nothing => None,
+        };
+        let mut span = self.stages.place;
+        self.ask.trace = trace(&span);
+        let placed = self.plane.scheduler.place(self.ask, self.shared.deadline).await;
+        let (grant, lease) = placed.inspect_err(|error| span.fail(error.openai_code().to_owned()))?;
+        span.set("headrace.worker", grant.worker_id.clone());
+        span.set("headrace.queue_s", f64::from(grant.queue_s));
+        drop(span);
+        let mut span = self.stages.run;
+        span.set("headrace.worker", grant.worker_id);
+        span.set("headrace.epoch", i64::from(self.submit.epoch));
+        self.submit.lease = grant.lease;
+        self.submit.time_left_ms = left_ms(self.shared.deadline);
+        self.submit.trace = trace(&span);
+        let link = self.plane.workers.link(&grant.instance_id, &grant.address);
+        let run = link.submit(self.submit, Some(lease));
+        Ok(Opened::Run { run, span, lead })
+    }
+
+    async fn look_up(&mut self) -> Found {
+        let (Some(key), Some(cache), Some(mut span)) = (self.key, &self.plane.cache, self.stages.lookup.take()) else {
+            return Found::Nothing;
+        };
+        let found = cache.ask(key.to_vec().into(), span.traceparent()).await;
+        let result = match &found {
+            Found::Hit(_) => "hit",
+            Found::Lead(_) => "lead",
+            Found::Nothing => "away",
+        };
+        span.set("headrace.lookup", result);
+        self.plane.metrics.lookups.get_or_create(&LookupLabels { result }).inc();
+        found
+    }
+}
+
+fn trace(span: &Span) -> Option<TraceContext> {
+    let traceparent = span.traceparent();
+    (!traceparent.is_empty()).then(|| TraceContext { traceparent, ..TraceContext::default() })
+}
+
+fn guided(guided: &Guided) -> proto::Guided {
+    use proto::guided::{Choices, Kind};
+    let kind = match guided.clone() {
+        Guided::JsonSchema(schema) => Kind::JsonSchema(schema),
+        Guided::JsonObject => Kind::JsonObject(true),
+        Guided::Regex(regex) => Kind::Regex(regex),
+        Guided::Grammar(grammar) => Kind::Grammar(grammar),
+        Guided::Choice(texts) => Kind::Choice(Choices { texts }),
+    };
+    proto::Guided { kind: Some(kind) }
+}
+
+fn class(class: Class) -> proto::RequestClass {
+    match class {
+        Class::Interactive => proto::RequestClass::Interactive,
+        Class::Standard => proto::RequestClass::Standard,
+        Class::Batch => proto::RequestClass::Batch,
+    }
+}
+
+/// Why a worker ended a choice without success.
+fn worker_error(finish: &proto::token_delta::Finish) -> ApiError {
+    match (Outcome::try_from(finish.outcome), &finish.error) {
+        (Ok(Outcome::Deadline), _) => deadline_exceeded(),
+        (_, Some(error)) => ApiError::from(error.clone()),
+        (Ok(Outcome::Cancelled), None) => internal("the worker cancelled the request").with_retryable(true),
+        _ => internal("the worker failed the request without a reason"),
+    }
+}
+
+fn deadline_exceeded() -> ApiError {
+    ApiError::new(ErrorCode::DeadlineExceeded, "the request's deadline has passed")
+}
+
+fn internal(reason: impl std::fmt::Display) -> ApiError {
+    ApiError::new(ErrorCode::Internal, reason.to_string())
+}
+
+impl From<proto::Error> for ApiError {
+    fn from(error: proto::Error) -> Self {
+        let mut ours = Self::new(ErrorCode::from_number(error.code), error.message).with_retryable(error.retryable);
+        if error.retry_after_ms > 0 {
+            ours = ours.with_retry_after(Duration::from_millis(error.retry_after_ms.into()));
+        }
+        match error.param.is_empty() {
+            true => ours,
+            false => ours.with_param(error.param),
+        }
+    }
+}
+
+/// Puts a part's choices where they belong among the request's.
+struct Offset<'a, S> {
+    sink: &'a mut S,
+    first_choice: u32,
+}
+
+impl<S: Sink> Sink for Offset<'_, S> {
+    fn prompt(&mut self, choice: u32, entries: &[Entry]) {
+        self.sink.prompt(self.first_choice + choice, entries);
+    }
+
+    fn delta(&mut self, choice: u32, text: &str, entries: &[Entry]) {
+        self.sink.delta(self.first_choice + choice, text, entries);
+    }
+
+    fn finish(&mut self, choice: u32, finish: &Finish) {
+        self.sink.finish(self.first_choice + choice, finish);
+    }
+}
+
+/// Nothing is open any more, for the drain.
+pub fn is_idle(plane: &Plane) -> bool {
+    plane.open.load(Ordering::Relaxed) == 0
+}

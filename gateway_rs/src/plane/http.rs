@@ -1,0 +1,343 @@
+//! The HTTP door: OpenAI's API, tokenizer calls, health and metrics.
+
+use std::{
+    future::poll_fn,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use axum::{
+    body::Body,
+    extract::{Path, Request, State},
+    http::{
+        header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER},
+        HeaderMap, HeaderValue, StatusCode,
+    },
+    response::Response,
+    routing::{get, post},
+    Router,
+};
+use bytes::Bytes;
+use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+
+use super::{
+    generation::{Call, Generation, Step, LONG_BYTES},
+    metrics::Door,
+    model::Model,
+    open::OpenRequest,
+    sse::{Collected, Events, SseBody},
+    Plane,
+};
+use crate::{
+    error::{ApiError, ErrorCode},
+    openai::{
+        chat, completions, parse_class,
+        tokens::{detokenize_body, parse_detokenize, parse_tokenize, tokenize_body},
+        write::AnswerKind,
+    },
+    request::{deadline_from_text, Draft, Prompt},
+};
+
+type SharedPlane = State<Arc<Plane>>;
+
+/// Header names of ours. `traceparent` and `x-request-id` are everybody's.
+const DEADLINE: &str = "x-headrace-deadline-ms";
+const CLASS: &str = "x-headrace-class";
+const CACHE: &str = "x-headrace-cache";
+const SESSION: &str = "x-headrace-session";
+const CACHED: &str = "x-headrace-cached";
+const REQUEST_ID: &str = "x-request-id";
+
+/// Every path of the door.
+pub fn routes(plane: Arc<Plane>) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(|State(plane): SharedPlane, request: Request| generate(plane, AnswerKind::Chat, request)))
+        .route("/v1/completions", post(|State(plane): SharedPlane, request: Request| generate(plane, AnswerKind::Completion, request)))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{model}", get(model))
+        .route("/tokenize", post(|State(plane): SharedPlane, request: Request| wrap_tokenize(plane, request)))
+        .route("/detokenize", post(|State(plane): SharedPlane, request: Request| wrap_detokenize(plane, request)))
+        .route("/health", get(health))
+        .route("/live", get(|| async { json(StatusCode::OK, r#"{"status":"live"}"#) }))
+        .route("/metrics", get(metrics))
+        .fallback(|| async { refusal(StatusCode::NOT_FOUND, "no such path") })
+        .method_not_allowed_fallback(|| async { refusal(StatusCode::METHOD_NOT_ALLOWED, "this path has another method") })
+        .with_state(plane)
+}
+
+/// Chat and legacy completions: the same way, two ways of writing.
+async fn generate(plane: Arc<Plane>, kind: AnswerKind, request: Request) -> Response {
+    let arrived = Instant::now();
+    let (parts, body) = request.into_parts();
+    let request_id = request_id(header(&parts.headers, REQUEST_ID));
+    let answered = answer(&plane, kind, &parts.headers, body, &request_id, arrived).await;
+    with_request_id(answered.unwrap_or_else(|error| failure(&error)), &request_id)
+}
+
+async fn answer(
+    plane: &Arc<Plane>,
+    kind: AnswerKind,
+    headers: &HeaderMap,
+    body: Body,
+    request_id: &str,
+    arrived: Instant,
+) -> Result<Response, ApiError> {
+    plane.admit()?;
+    let drafted = match read(plane, headers, body).await {
+        Ok(body) => draft(kind, headers, body).await,
+        Err(error) => Err(error),
+    };
+    let operation = match kind {
+        AnswerKind::Chat => "chat",
+        AnswerKind::Completion => "text_completion",
+    };
+    let name = drafted.as_ref().map_or("", |draft| draft.model.as_str());
+    let mut open = OpenRequest::new(plane, Door::Http, name, operation, header(headers, "traceparent"), arrived)?;
+    let checked = drafted.and_then(|draft| {
+        let model = plane.model(&draft.model)?.clone();
+        Ok((draft.validate(&plane.limits(&model))?, model))
+    });
+    let (request, model) = checked.inspect_err(|error| open.fail(error))?;
+    let deadline = request.deadline.and_then(|left| arrived.checked_add(left));
+    let (stream, include_usage, choices) = (request.stream, request.include_usage, request.total_choices());
+    let call = Call { request, model: model.clone(), request_id: request_id.to_owned(), open, deadline };
+    let generation = Generation::prepare(plane, call).await?;
+    match stream {
+        true => stream_answer(generation, Events::new(kind, model, choices, include_usage)).await,
+        false => whole_answer(generation, kind, &model, choices).await,
+    }
+}
+
+/// Waits for the first of the answer, so that what fails before it is a status and not an event.
+async fn stream_answer(mut generation: Generation, mut events: Events) -> Result<Response, ApiError> {
+    let step = poll_fn(|context| generation.poll(context, &mut events)).await;
+    if let Step::Failed(error) = &step {
+        if events.is_empty() {
+            return Err(error.clone());
+        }
+    }
+    let cached = generation.books().cached_answer;
+    let body = SseBody::new(generation, events, step);
+    let mut response = Response::new(Body::new(body));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // Proxies that buffer would undo the streaming.
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    mark_cached(&mut response, cached);
+    Ok(response)
+}
+
+async fn whole_answer(mut generation: Generation, kind: AnswerKind, model: &Arc<Model>, choices: usize) -> Result<Response, ApiError> {
+    let mut collected = Collected::new(choices);
+    loop {
+        match poll_fn(|context| generation.poll(context, &mut collected)).await {
+            Step::More => {}
+            Step::Done => break,
+            Step::Failed(error) => return Err(error),
+        }
+    }
+    let mut response = json(StatusCode::OK, collected.body(kind, model, generation.books()));
+    mark_cached(&mut response, generation.books().cached_answer);
+    Ok(response)
+}
+
+fn mark_cached(response: &mut Response, cached: bool) {
+    if cached {
+        response.headers_mut().insert(CACHED, HeaderValue::from_static("true"));
+    }
+}
+
+/// The whole body, within its bounds of size and time.
+async fn read(plane: &Plane, headers: &HeaderMap, body: Body) -> Result<Bytes, ApiError> {
+    let kind = header(headers, CONTENT_TYPE.as_str()).split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    if !(kind.is_empty() || kind == "application/json" || kind.ends_with("+json")) {
+        return Err(ApiError::unsupported_media_type());
+    }
+    let limit = plane.config.max_body_bytes;
+    let too_large = |size: &str| ApiError::new(ErrorCode::TooLarge, format!("the body has {size} bytes, the limit is {limit}"));
+    let announced = header(headers, CONTENT_LENGTH.as_str());
+    if announced.parse::<usize>().is_ok_and(|size| size > limit) {
+        return Err(too_large(announced));
+    }
+    let timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
+    match tokio::time::timeout(timeout, Limited::new(body, limit).collect()).await {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large("more")),
+        Ok(Err(error)) => Err(ApiError::new(ErrorCode::InvalidArgument, format!("the body could not be read: {error}"))),
+        Err(_) => Err(ApiError::new(
+            ErrorCode::InvalidArgument,
+            format!("the body did not arrive within {} s", timeout.as_secs_f64()),
+        )),
+    }
+}
+
+async fn draft(kind: AnswerKind, headers: &HeaderMap, body: Bytes) -> Result<Draft, ApiError> {
+    let parse = match kind {
+        AnswerKind::Chat => chat::parse,
+        AnswerKind::Completion => completions::parse,
+    };
+    let mut draft = away_when_long(body.len(), move || parse(&body)).await?;
+    if let Some(text) = asked(headers, DEADLINE) {
+        draft.deadline = Some(deadline_from_text(text, DEADLINE)?);
+    }
+    if let Some(text) = asked(headers, CLASS) {
+        draft.class = parse_class(text, CLASS)?;
+    }
+    match asked(headers, CACHE) {
+        None => {}
+        Some("bypass") => draft.bypass_cache = true,
+        Some(_) => return Err(ApiError::invalid(CACHE, "the only value is 'bypass'")),
+    }
+    if let Some(text) = asked(headers, SESSION) {
+        draft.session_id = text.to_owned();
+    }
+    Ok(draft)
+}
+
+/// Long work is done away from the threads that serve streams.
+async fn away_when_long<T: Send + 'static>(
+    bytes: usize,
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    if bytes <= LONG_BYTES {
+        return work();
+    }
+    let failed = |error| ApiError::new(ErrorCode::Internal, format!("{error}"));
+    tokio::task::spawn_blocking(work).await.map_err(failed)?
+}
+
+async fn wrap_tokenize(plane: Arc<Plane>, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let result = async {
+        plane.admit()?;
+        let body = read(&plane, &parts.headers, body).await?;
+        let asked = away_when_long(body.len(), move || parse_tokenize(&body)).await?;
+        let model = plane.model(&asked.model)?;
+        tokenize(&plane, model, asked.prompt).await
+    };
+    match result.await {
+        Ok((ids, context_tokens)) => json(StatusCode::OK, tokenize_body(&ids, context_tokens)),
+        Err(error) => failure(&error),
+    }
+}
+
+async fn wrap_detokenize(plane: Arc<Plane>, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let result = async {
+        plane.admit()?;
+        let body = read(&plane, &parts.headers, body).await?;
+        let asked = away_when_long(body.len(), move || parse_detokenize(&body)).await?;
+        detokenize(plane.model(&asked.model)?, &asked.ids, false)
+    };
+    match result.await {
+        Ok(text) => json(StatusCode::OK, detokenize_body(&text)),
+        Err(error) => failure(&error),
+    }
+}
+
+/// The ids of a text or a chat, and the model's context. Texts may be longer than the context here, by a bounded factor.
+pub async fn tokenize(plane: &Plane, model: &Arc<Model>, prompt: Prompt) -> Result<(Vec<u32>, u32), ApiError> {
+    let context_tokens = plane.context_tokens(model);
+    let (model, most) = (model.clone(), context_tokens.saturating_mul(16));
+    let bytes = match &prompt {
+        Prompt::Text(text) => text.len(),
+        Prompt::Chat(_) | Prompt::Ids(_) => LONG_BYTES + 1,
+    };
+    let ids = away_when_long(bytes, move || model.encode_prompt(&prompt, most, "messages")).await?;
+    Ok((ids, context_tokens))
+}
+
+/// The text of ids. Errors: INVALID_ARGUMENT for an id that the model doesn't have.
+pub fn detokenize(model: &Model, ids: &[u32], skip_special: bool) -> Result<String, ApiError> {
+    if let Some(id) = ids.iter().find(|id| **id >= model.vocab_size) {
+        let message = format!("token id {id} is not below the vocabulary's size {}", model.vocab_size);
+        return Err(ApiError::invalid("tokens", message));
+    }
+    Ok(model.tokenizer.decode(ids, skip_special))
+}
+
+async fn models(State(plane): SharedPlane) -> Response {
+    let models: Vec<_> = plane.model_names.iter().filter_map(|name| describe(&plane, name)).collect();
+    json(StatusCode::OK, serde_json::json!({"object": "list", "data": models}).to_string())
+}
+
+async fn model(State(plane): SharedPlane, Path(name): Path<String>) -> Response {
+    match describe(&plane, &name) {
+        Some(model) => json(StatusCode::OK, model.to_string()),
+        None => failure(&ApiError::model_not_found(&name)),
+    }
+}
+
+fn describe(plane: &Plane, name: &str) -> Option<serde_json::Value> {
+    let model = plane.models.get(name)?;
+    Some(serde_json::json!({
+        "id": name,
+        "object": "model",
+        "created": plane.started_s,
+        "owned_by": "headrace",
+        "max_model_len": plane.context_tokens(model),
+    }))
+}
+
+async fn health(State(plane): SharedPlane) -> Response {
+    match plane.is_ready() {
+        true => json(StatusCode::OK, r#"{"status":"ok"}"#),
+        false => json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"not ready"}"#),
+    }
+}
+
+async fn metrics(State(plane): SharedPlane) -> Response {
+    plane.metrics.leases.set(plane.scheduler.leases() as i64);
+    plane.metrics.worker_links.set(plane.workers.len() as i64);
+    let mut response = Response::new(Body::from(plane.metrics.render()));
+    let kind = HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
+}
+
+/// The client's id for the request when it is one that may be written into a header and a log, else one of ours.
+pub fn request_id(asked: &str) -> String {
+    let usable = !asked.is_empty() && asked.len() <= 128 && asked.bytes().all(|byte| byte.is_ascii_graphic());
+    match usable {
+        true => asked.to_owned(),
+        false => format!("req-{:032x}", rand::random::<u128>()),
+    }
+}
+
+fn header<'a>(headers: &'a HeaderMap, name: &str) -> &'a str {
+    asked(headers, name).unwrap_or_default()
+}
+
+fn asked<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    headers.get(name).and_then(|value| value.to_str().ok())
+}
+
+fn with_request_id(mut response: Response, request_id: &str) -> Response {
+    if let Ok(value) = HeaderValue::from_str(request_id) {
+        response.headers_mut().insert(REQUEST_ID, value);
+    }
+    response
+}
+
+fn json(status: StatusCode, body: impl Into<Body>) -> Response {
+    let mut response = Response::new(body.into());
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+fn failure(error: &ApiError) -> Response {
+    let status = StatusCode::from_u16(error.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut response = json(status, error.to_openai_json());
+    if let Some(seconds) = error.retry_after_s() {
+        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+    }
+    response
+}
+
+fn refusal(status: StatusCode, message: &str) -> Response {
+    let mut response = failure(&ApiError::new(ErrorCode::InvalidArgument, message));
+    *response.status_mut() = status;
+    response
+}

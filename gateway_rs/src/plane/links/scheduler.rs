@@ -1,0 +1,301 @@
+//! The link to the scheduler: "who runs it, and when?" One `Place` stream; asks, withdrawals and releases are gathered.
+//!
+//! When the stream breaks, running leases are announced again and unanswered asks are asked again on the next one. When the
+//! scheduler stays away, asks fail instead of waiting for ever.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc,
+    },
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Mutex, RwLock};
+use tokio::sync::oneshot;
+
+use super::{channel, worker::Books, Backoff, Outbox, MAX_MESSAGE_BYTES};
+use crate::{
+    error::{ApiError, ErrorCode},
+    proto::{
+        place_request::Ask, placement::Answer, router_hello::RunningLease, scheduler_service_client::SchedulerServiceClient,
+        FleetView, Grant, Outcome, PlaceRequest, PlaceResponse, Release, RouterHello,
+    },
+};
+
+/// So long asks wait for a scheduler that is away.
+const AWAY: Duration = Duration::from_secs(5);
+
+/// This router's side of the `Place` stream.
+pub struct Scheduler {
+    router_id: String,
+    address: String,
+    outbox: Arc<Outbox<PlaceRequest>>,
+    next_ask: AtomicU64,
+    state: Mutex<State>,
+    fleet: RwLock<Arc<FleetView>>,
+    connected: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    asks: HashMap<u64, Waiting>,
+    leases: HashMap<u64, RunningLease>,
+    /// Since when there is no connection; None while there is one.
+    away_since: Option<Instant>,
+}
+
+struct Waiting {
+    ask: Ask,
+    deadline: Option<Instant>,
+    answer: oneshot::Sender<Result<(Grant, Lease), ApiError>>,
+}
+
+/// The right to run one request on one worker. Given back exactly once: with its books, or when dropped.
+pub struct Lease {
+    scheduler: Arc<Scheduler>,
+    id: u64,
+    asked: Instant,
+    released: bool,
+}
+
+impl Scheduler {
+    /// Starts the link.
+    pub fn start(router_id: String, address: String) -> Arc<Self> {
+        let scheduler = Arc::new(Self {
+            router_id,
+            address,
+            outbox: Arc::new(Outbox::new()),
+            next_ask: AtomicU64::new(1),
+            state: Mutex::new(State {
+                away_since: Some(Instant::now()),
+                ..State::default()
+            }),
+            fleet: RwLock::default(),
+            connected: AtomicBool::new(false),
+        });
+        tokio::spawn(scheduler.clone().keep());
+        scheduler
+    }
+
+    /// The fleet, as the scheduler last described it.
+    pub fn fleet(&self) -> Arc<FleetView> {
+        self.fleet.read().clone()
+    }
+
+    /// Whether the stream is up.
+    pub fn is_connected(&self) -> bool {
+        self.connected.load(Ordering::Relaxed)
+    }
+
+    /// Leases held now, for metrics.
+    pub fn leases(&self) -> usize {
+        self.state.lock().leases.len()
+    }
+
+    /// Asks for a worker. Dropping the future withdraws the ask; a grant that crosses it is given back.
+    /// Errors: what the scheduler rejected it with; UNAVAILABLE when it stays away.
+    pub async fn place(self: &Arc<Self>, mut ask: Ask, deadline: Option<Instant>) -> Result<(Grant, Lease), ApiError> {
+        let number = self.next_ask.fetch_add(1, Ordering::Relaxed);
+        ask.ask = number;
+        ask.time_left_ms = left_ms(deadline);
+        let (sender, receiver) = oneshot::channel();
+        {
+            let mut state = self.state.lock();
+            if state.away_since.is_some_and(|since| since.elapsed() > AWAY) {
+                return Err(away());
+            }
+            let waiting = Waiting {
+                ask: ask.clone(),
+                deadline,
+                answer: sender,
+            };
+            state.asks.insert(number, waiting);
+        }
+        let bytes = 128 + ask.block_hashes.len() * 8;
+        self.outbox.add(bytes, |message| message.asks.push(ask));
+        let mut withdrawal = Withdrawal {
+            scheduler: self,
+            ask: number,
+            answered: false,
+        };
+        let answer = receiver.await;
+        withdrawal.answered = true;
+        answer.unwrap_or_else(|_| Err(away()))
+    }
+
+    async fn keep(self: Arc<Self>) {
+        let mut backoff = Backoff::new();
+        loop {
+            if let Err(reason) = self.read(&mut backoff).await {
+                log(&format!("scheduler {}: {reason}", self.address));
+            }
+            self.connected.store(false, Ordering::Relaxed);
+            self.lost();
+            backoff.wait().await;
+        }
+    }
+
+    fn lost(&self) {
+        let mut state = self.state.lock();
+        let since = *state.away_since.get_or_insert_with(Instant::now);
+        if since.elapsed() > AWAY {
+            for (_, waiting) in state.asks.drain() {
+                let _ = waiting.answer.send(Err(away()));
+            }
+        }
+    }
+
+    async fn read(self: &Arc<Self>, backoff: &mut Backoff) -> Result<(), String> {
+        let channel = channel(&self.address).map_err(|error| error.to_string())?;
+        let mut client = SchedulerServiceClient::new(channel)
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES);
+        let outgoing = self.outbox.open(|gathered| self.announce(gathered));
+        let mut responses = client.place(outgoing).await.map_err(|status| status.to_string())?.into_inner();
+        while let Some(response) = responses.message().await.map_err(|status| status.to_string())? {
+            if !self.connected.swap(true, Ordering::Relaxed) {
+                self.state.lock().away_since = None;
+                backoff.reset();
+            }
+            self.answer(response);
+        }
+        Err("the stream was closed".to_owned())
+    }
+
+    /// The first messages of a connection: what runs, and what is still asked.
+    fn announce(&self, gathered: Vec<PlaceRequest>) -> Vec<PlaceRequest> {
+        let state = self.state.lock();
+        let asks = state.asks.values().map(|waiting| Ask {
+            time_left_ms: left_ms(waiting.deadline),
+            ..waiting.ask.clone()
+        });
+        let first = PlaceRequest {
+            hello: Some(RouterHello {
+                router_id: self.router_id.clone(),
+                running: state.leases.values().cloned().collect(),
+            }),
+            asks: asks.collect(),
+            releases: gathered.into_iter().flat_map(|message| message.releases).collect(),
+            ..PlaceRequest::default()
+        };
+        vec![first]
+    }
+
+    fn answer(self: &Arc<Self>, response: PlaceResponse) {
+        if let Some(fleet) = response.fleet {
+            *self.fleet.write() = Arc::new(fleet);
+        }
+        for placement in response.placements {
+            match placement.answer {
+                Some(Answer::Grant(grant)) => self.granted(placement.ask, grant),
+                Some(Answer::Rejected(error)) => {
+                    if let Some(waiting) = self.state.lock().asks.remove(&placement.ask) {
+                        let _ = waiting.answer.send(Err(ApiError::from(error)));
+                    }
+                }
+                Some(Answer::Queued(_)) | None => {}
+            }
+        }
+    }
+
+    fn granted(self: &Arc<Self>, ask: u64, grant: Grant) {
+        let mut lease = Lease {
+            scheduler: self.clone(),
+            id: grant.lease,
+            asked: Instant::now(),
+            released: false,
+        };
+        let answer = {
+            let mut state = self.state.lock();
+            let waiting = state.asks.remove(&ask);
+            if let Some(waiting) = &waiting {
+                let running = RunningLease {
+                    lease: grant.lease,
+                    instance_id: grant.instance_id.clone(),
+                    request_id: waiting.ask.request_id.clone(),
+                    tenant: waiting.ask.tenant.clone(),
+                    prompt_tokens: waiting.ask.prompt_tokens,
+                    max_tokens: waiting.ask.max_tokens,
+                };
+                state.leases.insert(grant.lease, running);
+            }
+            waiting.map(|waiting| waiting.answer)
+        };
+        lease.asked -= Duration::from_secs_f32(grant.queue_s.clamp(0.0, 3600.0));
+        // Nobody waits any more: the lease goes back by being dropped.
+        if let Some(answer) = answer {
+            let _ = answer.send(Ok((grant, lease)));
+        }
+    }
+
+    fn give_back(&self, release: Release) {
+        self.state.lock().leases.remove(&release.lease);
+        self.outbox.add(64, |message| message.releases.push(release));
+    }
+}
+
+/// Takes an ask back when its future is dropped before the answer.
+struct Withdrawal<'a> {
+    scheduler: &'a Arc<Scheduler>,
+    ask: u64,
+    answered: bool,
+}
+
+impl Drop for Withdrawal<'_> {
+    fn drop(&mut self) {
+        if !self.answered && self.scheduler.state.lock().asks.remove(&self.ask).is_some() {
+            self.scheduler.outbox.add(8, |message| message.withdrawals.push(self.ask));
+        }
+    }
+}
+
+impl Lease {
+    /// Its number.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Gives it back with its books.
+    pub fn release(mut self, outcome: Outcome, books: &Books) {
+        self.released = true;
+        let seconds = |from: Option<Instant>, to: Option<Instant>| match (from, to) {
+            (Some(from), Some(to)) => to.saturating_duration_since(from).as_secs_f32(),
+            _ => 0.0,
+        };
+        self.scheduler.give_back(Release {
+            lease: self.id,
+            outcome: outcome as i32,
+            usage: Some(books.usage()),
+            kv_block_s: books.kv_block_s,
+            ttft_s: seconds(Some(self.asked), books.first),
+            decode_s: seconds(books.first, books.last),
+        });
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if !self.released {
+            self.scheduler.give_back(Release {
+                lease: self.id,
+                outcome: Outcome::Cancelled as i32,
+                ..Release::default()
+            });
+        }
+    }
+}
+
+fn away() -> ApiError {
+    ApiError::new(ErrorCode::Unavailable, "the scheduler cannot be reached").with_retry_after(Duration::from_secs(1))
+}
+
+/// Time left until a deadline, in ms, for the wire.
+pub fn left_ms(deadline: Option<Instant>) -> Option<u32> {
+    deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()).as_millis().min(u128::from(u32::MAX)) as u32)
+}
+
+fn log(line: &str) {
+    crate::plane::log::warn(line);
+}

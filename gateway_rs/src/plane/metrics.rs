@@ -1,0 +1,126 @@
+//! What Prometheus sees of the router. Labels take values only from closed lists (configured models, doors, outcomes, codes),
+//! so that no client can make series.
+
+use std::sync::atomic::AtomicU64;
+
+use prometheus_client::{
+    encoding::{text::encode, EncodeLabelSet},
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
+    registry::Registry,
+};
+
+/// Buckets of the OpenTelemetry GenAI conventions, in seconds.
+const TTFT_S: [f64; 16] = [
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+];
+const TPOT_S: [f64; 13] = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
+const DURATION_S: [f64; 14] = [
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
+];
+
+/// Where a request came in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, prometheus_client::encoding::EncodeLabelValue)]
+#[allow(missing_docs)]
+pub enum Door {
+    Http,
+    Grpc,
+}
+
+/// `model` is a configured name or "other".
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct ModelLabel {
+    pub model: String,
+}
+
+/// `outcome` is one of the closed list, or the code of a refusal.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct RequestLabels {
+    pub door: Door,
+    pub model: String,
+    pub outcome: &'static str,
+}
+
+/// `kind` is "prompt", "cached_prompt", "completion" or "wasted".
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct TokenLabels {
+    pub model: String,
+    pub kind: &'static str,
+}
+
+/// `result` is "hit", "lead" or "away".
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct LookupLabels {
+    pub result: &'static str,
+}
+
+/// All series of the router.
+#[allow(missing_docs)]
+pub struct Metrics {
+    registry: Registry,
+    pub requests: Family<RequestLabels, Counter>,
+    pub open_requests: Gauge,
+    pub connections: Gauge,
+    pub tokens: Family<TokenLabels, Counter>,
+    pub usage_mismatches: Counter,
+    pub lookups: Family<LookupLabels, Counter>,
+    pub attempts: Counter<u64, AtomicU64>,
+    pub resumes: Counter,
+    pub leases: Gauge,
+    pub worker_links: Gauge,
+    pub ttft_s: Family<ModelLabel, Histogram>,
+    pub tpot_s: Family<ModelLabel, Histogram>,
+    pub duration_s: Family<ModelLabel, Histogram>,
+}
+
+impl Metrics {
+    /// Every metric registered, nothing counted.
+    pub fn new() -> Self {
+        let mut registry = Registry::with_prefix("headrace_router");
+        let metrics = Self {
+            requests: Family::default(),
+            open_requests: Gauge::default(),
+            connections: Gauge::default(),
+            tokens: Family::default(),
+            usage_mismatches: Counter::default(),
+            lookups: Family::default(),
+            attempts: Counter::default(),
+            resumes: Counter::default(),
+            leases: Gauge::default(),
+            worker_links: Gauge::default(),
+            ttft_s: Family::new_with_constructor(|| Histogram::new(TTFT_S)),
+            tpot_s: Family::new_with_constructor(|| Histogram::new(TPOT_S)),
+            duration_s: Family::new_with_constructor(|| Histogram::new(DURATION_S)),
+            registry: Registry::default(),
+        };
+        let Self {
+            requests, open_requests, connections, tokens, usage_mismatches, lookups, attempts, resumes, leases, worker_links,
+            ttft_s, tpot_s, duration_s, ..
+        } = &metrics;
+        registry.register("requests", "Requests ended, by outcome or refusal", requests.clone());
+        registry.register("open_requests", "Requests in the router now", open_requests.clone());
+        registry.register("connections", "Open HTTP connections", connections.clone());
+        registry.register("tokens", "Tokens of ended requests; wasted ones were produced but not delivered", tokens.clone());
+        registry.register("usage_mismatches", "Times a worker's count of tokens was not ours", usage_mismatches.clone());
+        registry.register("lookups", "Response cache lookups", lookups.clone());
+        registry.register("attempts", "Requests handed to workers, retries included", attempts.clone());
+        registry.register("resumes", "Answers that went on at another worker", resumes.clone());
+        registry.register("leases", "Leases held now", leases.clone());
+        registry.register("worker_links", "Open streams to workers", worker_links.clone());
+        registry.register("time_to_first_token_seconds", "From the request to its first token", ttft_s.clone());
+        registry.register("time_per_output_token_seconds", "Mean time between an answer's tokens", tpot_s.clone());
+        registry.register("request_duration_seconds", "From the request to its end", duration_s.clone());
+        Self { registry, ..metrics }
+    }
+
+    /// The text that Prometheus scrapes.
+    pub fn render(&self) -> String {
+        let mut text = String::new();
+        // Writing to a String cannot fail.
+        let _ = encode(&mut text, &self.registry);
+        text
+    }
+}

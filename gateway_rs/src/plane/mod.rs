@@ -1,0 +1,177 @@
+//! The router's data plane: the only part of the crate that does network.
+//!
+//! A request's way: a door ([`http`] or [`grpc`]) reads and validates it, [`generation`] carries it through prepare, look
+//! up, place and run over the [`links`], [`answer`] turns the ids that come back into text and decides the end, and the
+//! door writes it out. Nothing here takes Python's lock.
+//!
+//! What is deliberately absent: a task or a channel for each request (a request is polled by the connection that waits for
+//! it), a scan of the fleet, an unbounded queue.
+
+pub mod answer;
+pub mod config;
+pub mod generation;
+pub mod grpc;
+pub mod http;
+pub mod links;
+pub mod log;
+pub mod metrics;
+pub mod model;
+pub mod open;
+pub mod server;
+pub mod sse;
+pub mod trace;
+
+use std::{
+    collections::HashMap,
+    sync::{
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+        Arc,
+    },
+    time::Duration,
+};
+
+use tokio_util::sync::CancellationToken;
+
+use self::{
+    config::PlaneConfig,
+    links::{cache::Cache, scheduler::Scheduler, worker::Workers},
+    metrics::Metrics,
+    model::Model,
+    trace::Tracing,
+};
+use crate::{
+    error::{ApiError, ErrorCode},
+    proto::{fleet_view::Pool, ModelDescription},
+    request::Limits,
+};
+
+/// What all requests share.
+pub struct Plane {
+    /// As checked at start.
+    pub config: PlaneConfig,
+    /// By name.
+    pub models: HashMap<String, Arc<Model>>,
+    /// In the order of the configuration.
+    pub model_names: Vec<String>,
+    /// "Who runs it, and when?"
+    pub scheduler: Arc<Scheduler>,
+    /// "What do we already have?"; None = no cache.
+    pub cache: Option<Arc<Cache>>,
+    /// "Run it."
+    pub workers: Arc<Workers>,
+    /// For Prometheus.
+    pub metrics: Metrics,
+    /// For OpenTelemetry.
+    pub tracing: Tracing,
+    /// Nothing new is taken.
+    pub draining: AtomicBool,
+    /// The grace is over: what still runs is ended.
+    pub stopping: CancellationToken,
+    /// Requests in the router now.
+    pub open: AtomicUsize,
+    /// Unix time of the start, for `created` of models.
+    pub started_s: u64,
+}
+
+impl Plane {
+    /// Opens the links; must be called inside the runtime.
+    pub fn start(config: PlaneConfig, models: Vec<Model>) -> Result<Arc<Self>, String> {
+        let telemetry = &config.telemetry;
+        let tracing = Tracing::start(&telemetry.otlp_endpoint, telemetry.sample_ratio, telemetry.log_content)?;
+        let model_names: Vec<String> = models.iter().map(|model| model.name.clone()).collect();
+        let models: HashMap<_, _> = models.into_iter().map(|model| (model.name.clone(), Arc::new(model))).collect();
+        let tokenizers: HashMap<String, String> =
+            models.values().map(|model| (model.name.clone(), model.tokenizer.hash().to_owned())).collect();
+        let accept = Box::new(move |description: &ModelDescription| same_tokenizer(&tokenizers, description));
+        let router_id = config.router_id.clone();
+        Ok(Arc::new(Self {
+            scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone()),
+            cache: (!config.cache.is_empty()).then(|| Cache::start(config.cache.clone())),
+            workers: Arc::new(Workers::new(router_id, config.max_unread_tokens, accept)),
+            metrics: Metrics::new(),
+            tracing,
+            draining: AtomicBool::new(false),
+            stopping: CancellationToken::new(),
+            open: AtomicUsize::new(0),
+            started_s: unix_s(),
+            models,
+            model_names,
+            config,
+        }))
+    }
+
+    /// The model of that name. Errors: MODEL_NOT_FOUND.
+    pub fn model(&self, name: &str) -> Result<&Arc<Model>, ApiError> {
+        self.models.get(name).ok_or_else(|| ApiError::model_not_found(name))
+    }
+
+    /// The pool that serves a model, as the scheduler last described it.
+    pub fn pool(&self, model: &str) -> Option<Pool> {
+        self.scheduler.fleet().pools.iter().find(|pool| pool.name == model).cloned()
+    }
+
+    /// Prompt and answer together: what the model was made for, or less where its workers hold less.
+    pub fn context_tokens(&self, model: &Model) -> u32 {
+        let fleet = self.scheduler.fleet();
+        let pool = fleet.pools.iter().find(|pool| pool.name == model.name);
+        let limit = pool.and_then(|pool| pool.description.as_ref()).map_or(0, |description| description.context_tokens);
+        match limit {
+            0 => model.context_tokens,
+            limit => limit.min(model.context_tokens),
+        }
+    }
+
+    /// The bounds that a request for that model is checked against.
+    pub fn limits(&self, model: &Model) -> Limits {
+        Limits {
+            max_choices: self.config.max_choices,
+            max_deadline: Duration::try_from_secs_f64(self.config.max_deadline_s).unwrap_or(Duration::MAX),
+            ..Limits::new(model.vocab_size, self.context_tokens(model))
+        }
+    }
+
+    /// Whether a request would be served now.
+    pub fn is_ready(&self) -> bool {
+        !self.draining.load(Ordering::Relaxed)
+            && self.scheduler.is_connected()
+            && self.scheduler.fleet().pools.iter().any(|pool| pool.ready_workers > 0 && self.models.contains_key(&pool.name))
+    }
+
+    /// Returns a moment after the grace is over: those who were told of it have had time to read it.
+    pub async fn stopped(&self) {
+        self.stopping.cancelled().await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+
+    /// Errors: DRAINING when the process is stopping.
+    pub fn admit(&self) -> Result<(), ApiError> {
+        if self.draining.load(Ordering::Relaxed) {
+            let error = ApiError::new(ErrorCode::Draining, "this router is stopping");
+            return Err(error.with_retry_after(Duration::from_secs(1)));
+        }
+        Ok(())
+    }
+}
+
+fn same_tokenizer(tokenizers: &HashMap<String, String>, description: &ModelDescription) -> Result<(), String> {
+    match tokenizers.get(&description.model) {
+        Some(ours) if description.tokenizer_sha256.is_empty() || *ours == description.tokenizer_sha256 => Ok(()),
+        Some(ours) => {
+            let reason = format!(
+                "worker's tokenizer for model {} is {}, the router's is {ours}",
+                description.model, description.tokenizer_sha256
+            );
+            log::warn(&reason);
+            Err(reason)
+        }
+        None => Ok(()),
+    }
+}
+
+/// Unix time.
+pub fn unix_s() -> u64 {
+    std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs()
+}

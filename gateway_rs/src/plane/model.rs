@@ -1,0 +1,162 @@
+//! A model as the router knows it: its words, not its weights. Read from a prepared folder at start.
+
+use std::{path::Path, sync::Arc};
+
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+
+use super::config::ModelFolder;
+use crate::{
+    error::{ApiError, ErrorCode},
+    request::{ChatPrompt, Door, Prompt, Request},
+    template::{ChatTemplate, RenderOptions},
+    tokenize::{EncodeError, Tokenizer},
+};
+
+/// Tokenizer, template and bounds of one model.
+pub struct Model {
+    /// The name that clients ask for, and of its pool.
+    pub name: String,
+    /// Text to ids and back.
+    pub tokenizer: Arc<Tokenizer>,
+    template: Option<ChatTemplate>,
+    /// SHA-256 of the template's text; empty when there is none.
+    pub template_sha256: String,
+    /// Prompt and answer together.
+    pub context_tokens: u32,
+    /// Ids are below this.
+    pub vocab_size: u32,
+    /// All ids by which the model says that it is done.
+    pub eos_ids: Vec<u32>,
+    /// Put before a prompt of plain text.
+    bos_id: Option<u32>,
+}
+
+/// `model.json` of a prepared folder.
+#[derive(Deserialize)]
+struct Description {
+    context_tokens: u32,
+    vocab_size: u32,
+    eos_ids: Vec<u32>,
+    #[serde(default)]
+    bos_token: String,
+    #[serde(default)]
+    eos_token: String,
+    #[serde(default)]
+    add_bos: bool,
+}
+
+impl Model {
+    /// Reads a prepared folder; the error says which file and why.
+    pub fn load(config: &ModelFolder) -> Result<Self, String> {
+        let read = |name: &str| -> Result<String, String> {
+            let path = config.folder.join(name);
+            std::fs::read_to_string(&path).map_err(|error| format!("model {}: {}: {error}", config.name, path.display()))
+        };
+        let failed = |name: &str, error: &dyn std::fmt::Display| {
+            format!("model {}: {}: {error}", config.name, Path::new(&config.folder).join(name).display())
+        };
+        let description: Description =
+            serde_json::from_str(&read("model.json")?).map_err(|error| failed("model.json", &error))?;
+        let tokenizer = Tokenizer::from_file(config.folder.join("tokenizer.json"))
+            .map_err(|error| failed("tokenizer.json", &error))?;
+        let source = match read("chat_template.jinja") {
+            Ok(source) => Some(source),
+            Err(_) if !config.folder.join("chat_template.jinja").exists() => None,
+            Err(error) => return Err(error),
+        };
+        let template = source
+            .as_deref()
+            .map(|source| ChatTemplate::new(source, &description.bos_token, &description.eos_token))
+            .transpose()
+            .map_err(|error| failed("chat_template.jinja", &error))?;
+        Ok(Self {
+            name: config.name.clone(),
+            template,
+            template_sha256: source.map(|source| hex(&Sha256::digest(source.as_bytes()))).unwrap_or_default(),
+            context_tokens: description.context_tokens,
+            vocab_size: description.vocab_size,
+            eos_ids: description.eos_ids,
+            bos_id: description.add_bos.then(|| tokenizer.token_to_id(&description.bos_token)).flatten(),
+            tokenizer: Arc::new(tokenizer),
+        })
+    }
+
+    /// The ids of a request's prompt. Errors: what the template refuses, and a prompt that cannot fit.
+    pub fn encode(&self, request: &Request, prompt: &Prompt, context_tokens: u32) -> Result<Vec<u32>, ApiError> {
+        let param = if request.door == Door::Native { "chat.messages" } else { "messages" };
+        self.encode_at_most(prompt, context_tokens, param).map_err(|error| match error {
+            Refused::TooLong(at_least) => request.prompt_too_long(at_least, context_tokens),
+            Refused::Other(error) => error,
+        })
+    }
+
+    /// The ids of a prompt, at most so many of them.
+    pub fn encode_prompt(&self, prompt: &Prompt, max_tokens: u32, param: &str) -> Result<Vec<u32>, ApiError> {
+        self.encode_at_most(prompt, max_tokens, param).map_err(|error| match error {
+            Refused::TooLong(at_least) => ApiError::new(
+                ErrorCode::ContextLengthExceeded,
+                format!("the text has at least {at_least} tokens, the limit is {max_tokens}"),
+            ),
+            Refused::Other(error) => error,
+        })
+    }
+
+    fn encode_at_most(&self, prompt: &Prompt, max_tokens: u32, param: &str) -> Result<Vec<u32>, Refused> {
+        match prompt {
+            Prompt::Ids(ids) => Ok(ids.clone()),
+            Prompt::Text(text) => {
+                let mut ids = self.tokenizer.encode_bounded(text, max_tokens as usize)?;
+                if let Some(bos) = self.bos_id.filter(|bos| ids.first() != Some(bos)) {
+                    ids.insert(0, bos);
+                }
+                Ok(ids)
+            }
+            Prompt::Chat(chat) => {
+                let text = self.render(chat, max_tokens, param).map_err(Refused::Other)?;
+                Ok(self.tokenizer.encode_bounded(&text, max_tokens as usize)?)
+            }
+        }
+    }
+
+    /// A conversation as the model's own template writes it; `param` is what the client calls its messages.
+    fn render(&self, chat: &ChatPrompt, context_tokens: u32, param: &str) -> Result<String, ApiError> {
+        let Some(template) = &self.template else {
+            let message = format!("model '{}' has no chat template; give a prompt of text or ids", self.name);
+            return Err(ApiError::invalid(param, message));
+        };
+        let options = RenderOptions {
+            now_s: super::unix_s() as i64,
+            max_bytes: (context_tokens as usize).saturating_mul(self.tokenizer.pieces().longest().max(1)),
+            param,
+        };
+        template.render(chat, &options)
+    }
+}
+
+/// Why a prompt has no ids.
+enum Refused {
+    /// It has at least so many.
+    TooLong(usize),
+    Other(ApiError),
+}
+
+impl From<EncodeError> for Refused {
+    fn from(error: EncodeError) -> Self {
+        match error {
+            EncodeError::TooLong { at_least, .. } => Self::TooLong(at_least),
+            EncodeError::Failed(reason) => {
+                Self::Other(ApiError::new(ErrorCode::Internal, format!("the tokenizer failed: {reason}")))
+            }
+        }
+    }
+}
+
+/// Lower-case hexadecimal digits.
+pub fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}

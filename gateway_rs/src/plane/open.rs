@@ -1,0 +1,143 @@
+//! A request in the router: counted while it is open, written into the books once, however it ends.
+
+use std::{
+    sync::{atomic::Ordering, Arc},
+    time::{Duration, Instant},
+};
+
+use opentelemetry::trace::SpanKind;
+
+use super::{
+    metrics::{Door, ModelLabel, RequestLabels, TokenLabels},
+    trace::Span,
+    Plane,
+};
+use crate::error::{ApiError, ErrorCode};
+
+/// The books of one request, over all its prompts and choices.
+#[derive(Clone, Debug, Default)]
+pub struct Books {
+    /// Ids of the prompts.
+    pub prompt_tokens: u32,
+    /// Of these, those whose KV was reused, or all for a cached answer.
+    pub cached_prompt_tokens: u32,
+    /// Ids of the answers, each up to and including the one that ended it.
+    pub completion_tokens: u32,
+    /// Ids that came but were thrown away by starting again.
+    pub wasted_tokens: u32,
+    /// The answer came from the response cache.
+    pub cached_answer: bool,
+    /// When the first id came.
+    pub first: Option<Instant>,
+}
+
+/// Counts one open request; its end (or its drop: the client left) is counted exactly once.
+pub struct OpenRequest {
+    plane: Arc<Plane>,
+    door: Door,
+    /// A configured name, or "other".
+    model: String,
+    arrived: Instant,
+    /// The request's own span.
+    pub span: Span,
+    /// Kept up to date while it runs.
+    pub books: Books,
+    ended: bool,
+}
+
+impl OpenRequest {
+    /// Errors: OVERLOADED when too many are open, DRAINING.
+    pub fn new(
+        plane: &Arc<Plane>,
+        door: Door,
+        model: &str,
+        operation: &str,
+        traceparent: &str,
+        arrived: Instant,
+    ) -> Result<Self, ApiError> {
+        plane.admit()?;
+        let open = plane.open.fetch_add(1, Ordering::Relaxed);
+        plane.metrics.open_requests.inc();
+        let known = plane.models.contains_key(model);
+        let label = if known { model } else { "other" };
+        let mut span = plane.tracing.root(format!("{operation} {label}"), traceparent);
+        span.set("gen_ai.operation.name", operation.to_owned());
+        span.set("gen_ai.provider.name", "headrace");
+        span.set("gen_ai.request.model", label.to_owned());
+        let mut request = Self {
+            plane: plane.clone(),
+            door,
+            model: label.to_owned(),
+            arrived,
+            span,
+            books: Books::default(),
+            ended: false,
+        };
+        let limit = plane.config.max_open_requests;
+        if open >= limit {
+            let error = ApiError::new(ErrorCode::Overloaded, format!("{open} requests are open, the limit is {limit}"))
+                .with_retry_after(Duration::from_secs(1));
+            request.fail(&error);
+            return Err(error);
+        }
+        Ok(request)
+    }
+
+    /// A stage of it.
+    pub fn stage(&self, name: &'static str, kind: SpanKind) -> Span {
+        self.span.child(name, kind)
+    }
+
+    /// It was refused or failed.
+    pub fn fail(&mut self, error: &ApiError) {
+        self.span.set("error.type", error.openai_code());
+        self.span.fail(error.openai_code().to_owned());
+        self.end(error.openai_code());
+    }
+
+    /// It ended; `outcome` is from a closed list.
+    pub fn end(&mut self, outcome: &'static str) {
+        if self.ended {
+            return;
+        }
+        self.ended = true;
+        self.plane.open.fetch_sub(1, Ordering::Relaxed);
+        let metrics = &self.plane.metrics;
+        metrics.open_requests.dec();
+        let labels = RequestLabels { door: self.door, model: self.model.clone(), outcome };
+        metrics.requests.get_or_create(&labels).inc();
+        let books = &self.books;
+        for (kind, count) in [
+            ("prompt", books.prompt_tokens),
+            ("cached_prompt", books.cached_prompt_tokens),
+            ("completion", books.completion_tokens),
+            ("wasted", books.wasted_tokens),
+        ] {
+            let labels = TokenLabels { model: self.model.clone(), kind };
+            metrics.tokens.get_or_create(&labels).inc_by(u64::from(count));
+        }
+        let label = ModelLabel { model: self.model.clone() };
+        let duration_s = self.arrived.elapsed().as_secs_f64();
+        metrics.duration_s.get_or_create(&label).observe(duration_s);
+        if let Some(first) = books.first {
+            let ttft_s = first.saturating_duration_since(self.arrived).as_secs_f64();
+            metrics.ttft_s.get_or_create(&label).observe(ttft_s);
+            self.span.set("gen_ai.server.time_to_first_token", ttft_s);
+            if books.completion_tokens > 1 {
+                let tpot_s = (duration_s - ttft_s) / f64::from(books.completion_tokens - 1);
+                metrics.tpot_s.get_or_create(&label).observe(tpot_s);
+            }
+        }
+        self.span.set("headrace.outcome", outcome);
+        self.span.set("gen_ai.usage.input_tokens", i64::from(books.prompt_tokens));
+        self.span.set("gen_ai.usage.output_tokens", i64::from(books.completion_tokens));
+        self.span.set("headrace.usage.cached_input_tokens", i64::from(books.cached_prompt_tokens));
+        self.span.set("headrace.cached_answer", books.cached_answer);
+    }
+}
+
+impl Drop for OpenRequest {
+    fn drop(&mut self) {
+        self.end("cancelled");
+    }
+}

@@ -1,0 +1,184 @@
+//! Start, serve, drain, stop: the data plane as one thing that Python holds.
+
+use std::{
+    io,
+    net::{SocketAddr, ToSocketAddrs},
+    sync::{atomic::Ordering, Arc},
+    time::{Duration, Instant},
+};
+
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo, TokioTimer},
+    server::{conn::auto, graceful::GracefulShutdown},
+    service::TowerToHyperService,
+};
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    runtime::Runtime,
+    task::JoinHandle,
+};
+use tokio_stream::StreamExt as _;
+use tokio_util::sync::CancellationToken;
+
+use super::{config::PlaneConfig, generation, grpc, http, log, model::Model, Plane};
+
+/// Connections that wait to be accepted. A burst of a few thousand clients must not meet a full queue (the kernel caps it).
+const BACKLOG: i32 = 4096;
+
+/// A client's request headers, in bytes.
+const MAX_HEADER_BYTES: usize = 64 * 1024;
+
+/// The running data plane.
+pub struct Server {
+    runtime: Runtime,
+    plane: Arc<Plane>,
+    /// Stops taking connections.
+    closing: CancellationToken,
+    servers: Vec<JoinHandle<()>>,
+    /// Where HTTP is served.
+    pub http_address: SocketAddr,
+    /// Where gRPC is served.
+    pub grpc_address: SocketAddr,
+}
+
+impl Server {
+    /// Loads the models, opens both ports and the links. The error is for people: which setting, and why.
+    pub fn start(config: PlaneConfig) -> Result<Self, String> {
+        log::set_level(&config.telemetry.log_level);
+        let models = config.models.iter().map(Model::load).collect::<Result<Vec<_>, _>>()?;
+        for model in &models {
+            log::info(&format!("model {}: tokenizer {}", model.name, model.tokenizer.plan()));
+        }
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        if config.threads > 0 {
+            builder.worker_threads(config.threads);
+        }
+        let runtime = builder
+            .thread_name("headrace-plane")
+            .enable_all()
+            .build()
+            .map_err(|error| format!("cannot start threads: {error}"))?;
+        let inside = runtime.enter();
+        let http = listen(&config.http_address).map_err(|error| cannot_listen("router.http_address", &config.http_address, &error))?;
+        let grpc = listen(&config.grpc_address).map_err(|error| cannot_listen("router.grpc_address", &config.grpc_address, &error))?;
+        let address = |listener: &TcpListener| listener.local_addr().map_err(|error| error.to_string());
+        let (http_address, grpc_address) = (address(&http)?, address(&grpc)?);
+        let plane = Plane::start(config, models)?;
+        let closing = CancellationToken::new();
+        let servers = vec![
+            tokio::spawn(serve_http(plane.clone(), http, closing.clone())),
+            tokio::spawn(grpc::serve(plane.clone(), grpc, closing.clone())),
+        ];
+        drop(inside);
+        Ok(Self { runtime, plane, closing, servers, http_address, grpc_address })
+    }
+
+    /// Leaves politely: not ready, then no new connections, then open streams end within the grace, then the rest is told.
+    pub fn drain(&self) {
+        let config = &self.plane.config;
+        self.plane.draining.store(true, Ordering::Relaxed);
+        std::thread::sleep(Duration::from_secs_f64(config.settle_s));
+        self.closing.cancel();
+        let until = Instant::now() + Duration::from_secs_f64(config.drain_grace_s);
+        self.wait_idle(until);
+        self.plane.stopping.cancel();
+        // Those that were told get a moment to read it.
+        self.wait_idle(Instant::now() + Duration::from_secs(2));
+    }
+
+    fn wait_idle(&self, until: Instant) {
+        while !generation::is_idle(&self.plane) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Ends everything at once.
+    pub fn stop(mut self) {
+        self.closing.cancel();
+        self.plane.stopping.cancel();
+        let servers = std::mem::take(&mut self.servers);
+        self.runtime.block_on(async {
+            let all = futures_util::future::join_all(servers);
+            let _ = tokio::time::timeout(Duration::from_secs(1), all).await;
+        });
+        self.plane.tracing.stop();
+        self.runtime.shutdown_timeout(Duration::from_secs(1));
+    }
+}
+
+fn cannot_listen(key: &str, address: &str, error: &io::Error) -> String {
+    format!("{key}: cannot listen on {address}: {error}")
+}
+
+fn listen(address: &str) -> io::Result<TcpListener> {
+    let missing = || io::Error::new(io::ErrorKind::NotFound, "no such address");
+    let address = address.to_socket_addrs()?.next().ok_or_else(missing)?;
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    TcpListener::from_std(socket.into())
+}
+
+async fn serve_http(plane: Arc<Plane>, listener: TcpListener, closing: CancellationToken) {
+    let routes = http::routes(plane.clone());
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    let header_timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(header_timeout)
+        .max_buf_size(MAX_HEADER_BYTES)
+        .keep_alive(true);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_header_list_size(MAX_HEADER_BYTES as u32)
+        .keep_alive_interval(Duration::from_secs(30))
+        .keep_alive_timeout(Duration::from_secs(10));
+    let graceful = GracefulShutdown::new();
+    loop {
+        let stream = tokio::select! {
+            () = closing.cancelled() => break,
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    // Out of descriptors, most likely: those that are open must end first.
+                    log::warn(&format!("cannot accept a connection: {error}"));
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            },
+        };
+        let service = TowerToHyperService::new(routes.clone());
+        let connection = builder.serve_connection(TokioIo::new(prompt(stream)), service).into_owned();
+        let connection = graceful.watch(connection);
+        let plane = plane.clone();
+        tokio::spawn(async move {
+            plane.metrics.connections.inc();
+            // A client's broken connection is its own affair.
+            let _ = connection.await;
+            plane.metrics.connections.dec();
+        });
+    }
+    drop(listener);
+    tokio::select! {
+        () = graceful.shutdown() => {}
+        () = plane.stopped() => {}
+    }
+}
+
+/// A token must not wait for the next one: without this, the first of an answer waits 40 ms for the client's ACK.
+fn prompt(stream: TcpStream) -> TcpStream {
+    if let Err(error) = stream.set_nodelay(true) {
+        log::warn(&format!("TCP_NODELAY: {error}"));
+    }
+    stream
+}
+
+/// Accepted connections, as tonic wants them.
+pub fn incoming(listener: TcpListener) -> impl futures_core::Stream<Item = io::Result<TcpStream>> {
+    tokio_stream::wrappers::TcpListenerStream::new(listener).map(|stream| stream.map(prompt))
+}

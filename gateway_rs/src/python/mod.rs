@@ -1,0 +1,16 @@
+//! What Python sees of the crate: the module `headrace._gateway`. Nothing outside this folder knows PyO3.
+//! `services/headrace/_gateway.pyi` is its description, checked against the built module.
+
+mod router;
+mod text;
+mod tokenizer;
+
+use pyo3::prelude::*;
+
+/// The extension module `headrace._gateway`.
+#[pymodule]
+fn _gateway(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    router::register(module)?;
+    text::register(module)?;
+    tokenizer::register(module)
+}

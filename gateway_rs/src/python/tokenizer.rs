@@ -1,0 +1,163 @@
+//! `headrace._gateway.Tokenizer`: the tokenizer as Python sees it. The work is [`crate::tokenize`]'s; the interpreter
+//! lock is released while it runs.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::detok::StreamDecoder;
+use crate::tokenize::{Tokenizer, TokenizerError};
+
+/// Adds the classes of this file to the extension module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyTokenizer>()?;
+    module.add_class::<PyStreamDecoder>()
+}
+
+fn to_python(error: TokenizerError) -> PyErr {
+    let message = error.to_string();
+    match error {
+        TokenizerError::Read { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+            PyFileNotFoundError::new_err(message)
+        }
+        TokenizerError::Read { .. } => PyOSError::new_err(message),
+        TokenizerError::Invalid(_) | TokenizerError::Vocabulary(_) => PyValueError::new_err(message),
+    }
+}
+
+/// One model's tokenizer: text to ids and back, with the ids of Hugging Face `tokenizers`.
+#[pyclass(name = "Tokenizer", module = "headrace._gateway", frozen)]
+struct PyTokenizer {
+    inner: Arc<Tokenizer>,
+}
+
+#[pymethods]
+impl PyTokenizer {
+    /// Loads a `tokenizer.json`. Raises FileNotFoundError, OSError, or ValueError for what is no usable tokenizer.
+    #[staticmethod]
+    fn from_file(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let inner = py.detach(|| Tokenizer::from_file(path)).map_err(to_python)?;
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Loads the text of a `tokenizer.json`. Raises ValueError.
+    #[staticmethod]
+    fn from_json(py: Python<'_>, json: &str) -> PyResult<Self> {
+        let inner = py
+            .detach(|| Tokenizer::from_bytes(json.as_bytes()))
+            .map_err(to_python)?;
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// The ids of `text`; nothing is put around it. Special tokens written in the text are recognised, unless
+    /// `specials` is false (for what users type).
+    #[pyo3(signature = (text, *, specials = true))]
+    fn encode(&self, py: Python<'_>, text: &str, specials: bool) -> Vec<u32> {
+        py.detach(|| {
+            if specials {
+                self.inner.encode(text)
+            } else {
+                self.inner.encode_plain(text)
+            }
+        })
+    }
+
+    /// `encode` for each text, one after another on the calling thread.
+    #[pyo3(signature = (texts, *, specials = true))]
+    fn encode_batch(&self, py: Python<'_>, texts: Vec<String>, specials: bool) -> Vec<Vec<u32>> {
+        let encode = |text: &String| {
+            if specials {
+                self.inner.encode(text)
+            } else {
+                self.inner.encode_plain(text)
+            }
+        };
+        py.detach(|| texts.iter().map(encode).collect())
+    }
+
+    /// The text of `ids`. Bytes that aren't UTF-8 give U+FFFD; ids the vocabulary lacks have no text.
+    #[pyo3(signature = (ids, *, skip_special = true))]
+    fn decode(&self, py: Python<'_>, ids: Vec<u32>, skip_special: bool) -> String {
+        py.detach(|| self.inner.decode(&ids, skip_special))
+    }
+
+    /// A decoder for one answer, an id at a time.
+    #[pyo3(signature = (skip_special = true))]
+    fn stream_decoder(&self, skip_special: bool) -> PyStreamDecoder {
+        PyStreamDecoder {
+            inner: StreamDecoder::new(&self.inner, skip_special),
+        }
+    }
+
+    /// The bytes of `id`, not necessarily complete UTF-8; None for an id the vocabulary lacks.
+    fn token_bytes<'py>(&self, py: Python<'py>, id: u32) -> Option<Bound<'py, PyBytes>> {
+        self.inner.token_bytes(id).map(|bytes| PyBytes::new(py, bytes))
+    }
+
+    /// How the vocabulary spells `id`, or None.
+    fn token_str(&self, id: u32) -> Option<&str> {
+        self.inner.token_str(id)
+    }
+
+    /// The id with the vocabulary's spelling `token`, or None.
+    fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// Whether `id` is a special token.
+    fn is_special(&self, id: u32) -> bool {
+        self.inner.is_special(id)
+    }
+
+    /// One more than the largest id.
+    #[getter]
+    fn vocab_size(&self) -> usize {
+        self.inner.vocab_size()
+    }
+
+    /// SHA-256 of the file's bytes, in hexadecimal.
+    #[getter]
+    fn hash(&self) -> &str {
+        self.inner.hash()
+    }
+
+    /// Who encodes: `fast:<pattern family>` or `reference:<reason>`.
+    #[getter]
+    fn plan(&self) -> &str {
+        self.inner.plan()
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "Tokenizer(plan={:?}, vocab_size={})",
+            self.inner.plan(),
+            self.inner.vocab_size()
+        )
+    }
+}
+
+/// The text of one answer in the making.
+#[pyclass(name = "StreamDecoder", module = "headrace._gateway")]
+struct PyStreamDecoder {
+    inner: StreamDecoder,
+}
+
+#[pymethods]
+impl PyStreamDecoder {
+    /// The text that `id` completes, often the empty string within a character.
+    fn push(&mut self, id: u32) -> String {
+        let mut out = String::new();
+        self.inner.push(id, &mut out);
+        out
+    }
+
+    /// The end of the answer: what still waits, as one U+FFFD.
+    fn finish(&mut self) -> String {
+        let mut out = String::new();
+        self.inner.finish(&mut out);
+        out
+    }
+}

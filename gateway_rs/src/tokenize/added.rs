@@ -1,0 +1,115 @@
+//! Added tokens (`<|im_start|>`): found in the text before anything else, each stretch between them a text of its own.
+
+use aho_corasick::{AhoCorasick, MatchKind};
+use regex::Regex;
+
+use super::reference::Reference;
+
+/// A stretch of the text.
+pub(crate) enum Part<'a> {
+    Text(&'a str),
+    Token(u32),
+}
+
+/// The added tokens that are looked for in one form of the text: as written, or normalized.
+pub(crate) struct AddedTokens {
+    automaton: AhoCorasick,
+    /// By the automaton's pattern number.
+    tokens: Vec<AddedToken>,
+    all_special: bool,
+    /// One word character, as the reference's regex crate knows it.
+    word: Regex,
+}
+
+struct AddedToken {
+    id: u32,
+    special: bool,
+    single_word: bool,
+    strips_left: bool,
+    strips_right: bool,
+}
+
+impl AddedTokens {
+    /// The tokens to look for in the text as written, and those to look for in the normalized text.
+    ///
+    /// # Errors
+    /// The reason why no automaton could be made.
+    pub(crate) fn of(reference: &Reference) -> Result<(Option<Self>, Option<Self>), String> {
+        let (normalized, written): (Vec<_>, Vec<_>) = reference
+            .added_tokens()
+            .into_iter()
+            .partition(|(_, token)| token.normalized);
+        Ok((Self::build(written, reference)?, Self::build(normalized, reference)?))
+    }
+
+    fn build(added: Vec<(u32, tokenizers::AddedToken)>, reference: &Reference) -> Result<Option<Self>, String> {
+        if added.is_empty() {
+            return Ok(None);
+        }
+        // The spelling of a normalized token is its normalized content.
+        let patterns: Vec<String> = added
+            .iter()
+            .map(|(id, token)| reference.spelling(*id).unwrap_or_else(|| token.content.clone()))
+            .collect();
+        let automaton = AhoCorasick::builder()
+            .match_kind(MatchKind::LeftmostLongest)
+            .build(patterns)
+            .map_err(|error| format!("added tokens: {error}"))?;
+        let tokens: Vec<AddedToken> = added
+            .into_iter()
+            .map(|(id, token)| AddedToken {
+                id,
+                special: reference.is_special(&token.content),
+                single_word: token.single_word,
+                strips_left: token.lstrip,
+                strips_right: token.rstrip,
+            })
+            .collect();
+        let all_special = tokens.iter().all(|token| token.special);
+        let word = Regex::new(r"^\w$").map_err(|error| error.to_string())?;
+        Ok(Some(Self {
+            automaton,
+            tokens,
+            all_special,
+            word,
+        }))
+    }
+
+    /// Calls `part` for each stretch of `text`, in order, until it returns false. Without `specials`, special tokens
+    /// are text. Returns whether it went through.
+    pub(crate) fn split<'a>(&self, text: &'a str, specials: bool, mut part: impl FnMut(Part<'a>) -> bool) -> bool {
+        if self.all_special && !specials {
+            return part(Part::Text(text));
+        }
+        let mut done = 0;
+        for found in self.automaton.find_iter(text) {
+            let Some(token) = self.tokens.get(found.pattern().as_usize()) else {
+                continue;
+            };
+            // A rejected match isn't text to search again: the search goes on after it, as in the reference.
+            if token.special && !specials || token.single_word && !self.stands_alone(text, found.span().range()) {
+                continue;
+            }
+            let (mut start, mut end) = (found.start(), found.end());
+            if token.strips_left {
+                start = text[..start].trim_end().len().max(done);
+            }
+            if token.strips_right {
+                end = text.len() - text[end..].trim_start().len();
+            }
+            if done < start && !part(Part::Text(&text[done..start])) || !part(Part::Token(token.id)) {
+                return false;
+            }
+            done = end;
+        }
+        done == text.len() || part(Part::Text(&text[done..]))
+    }
+
+    /// Whether no word character touches the range.
+    fn stands_alone(&self, text: &str, range: std::ops::Range<usize>) -> bool {
+        let is_word = |c: char| self.word.is_match(c.encode_utf8(&mut [0; 4]));
+        let before = text[..range.start].chars().next_back();
+        let after = text[range.end..].chars().next();
+        !before.is_some_and(is_word) && !after.is_some_and(is_word)
+    }
+}

@@ -1,0 +1,116 @@
+//! Our own encoder: added tokens, normalisation, pieces, merges, in this order and without intermediate strings.
+
+use std::borrow::Cow;
+
+use parking_lot::Mutex;
+use tokenizers::normalizers::unicode::NFC;
+use tokenizers::{NormalizedString, Normalizer};
+
+use super::added::{AddedTokens, Part};
+use super::bpe::{Bpe, Scratch};
+use super::scan::Pattern;
+
+/// A byte-level BPE model that [`super::load`] has understood completely.
+pub(crate) struct FastEncoder {
+    /// Looked for in the text as written.
+    pub(crate) added: Option<AddedTokens>,
+    /// Looked for in the normalized text.
+    pub(crate) added_normalized: Option<AddedTokens>,
+    pub(crate) nfc: bool,
+    pub(crate) pattern: Pattern,
+    pub(crate) bpe: Bpe,
+    /// Scratches between encodings, as many as ever ran at once, up to [`FastEncoder::MAX_SCRATCHES`].
+    pub(crate) scratches: Mutex<Vec<Scratch>>,
+}
+
+impl FastEncoder {
+    /// A scratch holds some megabyte; beyond this many encodings at once, some begin with a new one.
+    const MAX_SCRATCHES: usize = 32;
+
+    /// Appends the ids of `text`. Stops with false soon after `ids` holds more than `limit`.
+    pub(crate) fn encode(&self, text: &str, specials: bool, limit: usize, ids: &mut Vec<u32>) -> bool {
+        // The lock is held for a push or a pop, never while encoding.
+        let mut scratch = self.scratches.lock().pop().unwrap_or_default();
+        let within = self.encode_with(text, specials, limit, &mut scratch, ids);
+        scratch.trim();
+        let mut scratches = self.scratches.lock();
+        if scratches.len() < Self::MAX_SCRATCHES {
+            scratches.push(scratch);
+        }
+        within
+    }
+
+    fn encode_with(&self, text: &str, specials: bool, limit: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) -> bool {
+        let Some(added) = &self.added else {
+            return self.encode_written(text, specials, limit, scratch, ids);
+        };
+        added.split(text, specials, |part| match part {
+            Part::Text(text) => self.encode_written(text, specials, limit, scratch, ids),
+            Part::Token(id) => {
+                ids.push(id);
+                ids.len() <= limit
+            }
+        })
+    }
+
+    /// A stretch between the added tokens that are looked for in the text as written.
+    fn encode_written(
+        &self,
+        text: &str,
+        specials: bool,
+        limit: usize,
+        scratch: &mut Scratch,
+        ids: &mut Vec<u32>,
+    ) -> bool {
+        let text = if self.nfc { nfc(text) } else { Cow::Borrowed(text) };
+        let Some(added) = &self.added_normalized else {
+            return self.encode_pieces(&text, limit, scratch, ids);
+        };
+        added.split(&text, specials, |part| match part {
+            Part::Text(text) => self.encode_pieces(text, limit, scratch, ids),
+            Part::Token(id) => {
+                ids.push(id);
+                ids.len() <= limit
+            }
+        })
+    }
+
+    fn encode_pieces(&self, text: &str, limit: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) -> bool {
+        let bytes = text.as_bytes();
+        self.pattern.for_each_piece(text, |start, end| {
+            self.bpe.encode(bytes, start, end, scratch, ids);
+            ids.len() <= limit
+        });
+        ids.len() <= limit
+    }
+}
+
+/// Normalization form C by the reference's own (old) tables. Most text is recognised as being in that form already.
+fn nfc(text: &str) -> Cow<'_, str> {
+    if text.is_ascii() || text.chars().all(is_inert) {
+        return Cow::Borrowed(text);
+    }
+    let mut normalized = NormalizedString::from(text);
+    match NFC.normalize(&mut normalized) {
+        Ok(()) => Cow::Owned(normalized.get().to_owned()),
+        // It has no failing path; and text that wasn't composed is still the text.
+        Err(_) => Cow::Borrowed(text),
+    }
+}
+
+/// Whether form C leaves the character alone whatever its neighbours: a starter without a canonical decomposition other
+/// than to what composes again, which no character before it composes with. Deliberately only a part of them: blocks
+/// where it is true of each character in every version of Unicode.
+pub(crate) fn is_inert(c: char) -> bool {
+    matches!(c,
+        '\0'..='\u{2FF}'
+        // Cyrillic, Armenian, Hebrew, Arabic letters
+        | '\u{400}'..='\u{482}' | '\u{48A}'..='\u{52F}' | '\u{531}'..='\u{556}' | '\u{561}'..='\u{587}'
+        | '\u{5D0}'..='\u{5EA}' | '\u{620}'..='\u{64A}'
+        // Thai consonants, kana, ideographs, Hangul syllables, fullwidth forms
+        | '\u{E01}'..='\u{E30}' | '\u{3041}'..='\u{3096}' | '\u{30A1}'..='\u{30FA}' | '\u{4E00}'..='\u{9FFF}'
+        | '\u{AC00}'..='\u{D7A3}' | '\u{FF01}'..='\u{FF5E}'
+        // Punctuation, emoji
+        | '\u{2010}'..='\u{2027}' | '\u{2030}'..='\u{205E}' | '\u{3001}'..='\u{3029}' | '\u{1F300}'..='\u{1FAFF}'
+    )
+}

@@ -1,0 +1,425 @@
+//! Text to token ids and back: the [`Tokenizer`] of one model.
+//!
+//! Pure: a `tokenizer.json` in, ids and text out. The data plane shares one `Arc<Tokenizer>` a model among its threads;
+//! no lock is held while it works. The parts:
+//! - `reference`: Hugging Face `tokenizers`. Loads every file, and is what "the right ids" means.
+//! - `load`: whether our own encoder can honour a file's settings; `check`: whether it then gives the right ids.
+//! - `fast`: our own encoder, out of `added` (added tokens), `scan` over `classes` (pre-tokenisation), `bpe` (merges).
+//! - [`pieces`]: the bytes of each id.
+//!
+//! Decoding one id at a time is [`crate::detok`].
+
+mod added;
+mod bpe;
+mod check;
+mod classes;
+mod classes_table;
+mod fast;
+mod load;
+pub mod pieces;
+mod reference;
+mod scan;
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod work;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+use self::fast::FastEncoder;
+use crate::detok::StreamDecoder;
+use pieces::{ByteAlphabet, PieceEntry, TokenTable};
+use reference::Reference;
+
+/// Why a `tokenizer.json` was not loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizerError {
+    /// The file could not be read.
+    #[error("cannot read the tokenizer {path}: {source}")]
+    Read {
+        /// The path that was asked for.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The bytes are not a `tokenizer.json` that Hugging Face `tokenizers` accepts.
+    #[error("not a usable tokenizer.json: {0}")]
+    Invalid(String),
+    /// The vocabulary exceeds a limit or contradicts itself.
+    #[error("unusable vocabulary: {0}")]
+    Vocabulary(String),
+}
+
+/// Why a text was not encoded.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EncodeError {
+    /// The text has more tokens than the caller allows.
+    #[error("the text has at least {at_least} tokens, the limit is {max_tokens}")]
+    TooLong {
+        /// The caller's limit, in tokens.
+        max_tokens: usize,
+        /// A lower bound of the text's tokens: counted up to the refusal, or reckoned from its bytes.
+        at_least: usize,
+    },
+    /// The reference failed; none of its failures is known to be reachable after a successful load.
+    #[error("the tokenizer failed: {0}")]
+    Failed(String),
+}
+
+/// One model's tokenizer. Immutable and `Sync`: share it as `Arc<Tokenizer>`.
+pub struct Tokenizer {
+    encoder: Encoder,
+    decoder: Decoder,
+    pieces: Arc<TokenTable>,
+    spellings: Spellings,
+    hash: String,
+    plan: String,
+}
+
+enum Encoder {
+    Fast(Box<FastEncoder>),
+    Reference(Arc<Reference>),
+}
+
+enum Decoder {
+    /// A text is its pieces' bytes one after another.
+    Pieces,
+    /// The model's decoder looks at several tokens at once.
+    Reference(Arc<Reference>),
+}
+
+impl Tokenizer {
+    /// Loads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// When the file can't be read, or as [`Tokenizer::from_bytes`].
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, TokenizerError> {
+        let path = path.as_ref();
+        let json = std::fs::read(path).map_err(|source| TokenizerError::Read {
+            path: path.display().to_string(),
+            source,
+        })?;
+        Self::from_bytes(&json)
+    }
+
+    /// Loads the bytes of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Invalid`] for what Hugging Face `tokenizers` refuses, [`TokenizerError::Vocabulary`] for ids
+    /// beyond [`pieces::MAX_TOKEN_ID`] and for models that fail on unknown characters.
+    pub fn from_bytes(json: &[u8]) -> Result<Self, TokenizerError> {
+        let document: serde_json::Value =
+            serde_json::from_slice(json).map_err(|error| TokenizerError::Invalid(error.to_string()))?;
+        let reference = Arc::new(Reference::from_bytes(json)?);
+        let style = PieceStyle::of(&document["decoder"]);
+        let spellings = Spellings::new(reference.spellings());
+        let pieces = Arc::new(token_table(&reference, &spellings, style)?);
+        let decoder = match style {
+            PieceStyle::Opaque => Decoder::Reference(Arc::clone(&reference)),
+            PieceStyle::ByteLevel | PieceStyle::SentencePiece { .. } => Decoder::Pieces,
+        };
+        let checked = load::fast_encoder(&document, &reference).and_then(|encoder| {
+            match check::first_difference(&encoder, &reference, &pieces) {
+                None => Ok(encoder),
+                Some(text) => Err(format!("load check failed on {text:?}")),
+            }
+        });
+        let (encoder, plan) = match checked {
+            Ok(encoder) => {
+                let plan = format!("fast:{}", encoder.pattern.name());
+                (Encoder::Fast(Box::new(encoder)), plan)
+            }
+            Err(reason) => (Encoder::Reference(reference), format!("reference:{reason}")),
+        };
+        let hash = format!("{:x}", Sha256::digest(json));
+        Ok(Self {
+            encoder,
+            decoder,
+            pieces,
+            spellings,
+            hash,
+            plan,
+        })
+    }
+
+    /// The ids of `text`, as Hugging Face `encode(text, add_special_tokens=False)`: added and special tokens written in
+    /// the text are recognised, none is put around it.
+    #[must_use]
+    pub fn encode(&self, text: &str) -> Vec<u32> {
+        let mut ids = Vec::new();
+        self.encode_into(text, &mut ids);
+        ids
+    }
+
+    /// The ids of text typed by a user: special tokens written in it stay plain text. Added tokens that are not special
+    /// are still recognised.
+    #[must_use]
+    pub fn encode_plain(&self, text: &str) -> Vec<u32> {
+        let mut ids = Vec::new();
+        self.encode_plain_into(text, &mut ids);
+        ids
+    }
+
+    /// [`Tokenizer::encode`], appending to `ids`.
+    pub fn encode_into(&self, text: &str, ids: &mut Vec<u32>) {
+        // See `EncodeError::Failed`; without a token limit nothing else can go wrong.
+        let _ = self.append(text, true, usize::MAX, ids);
+    }
+
+    /// [`Tokenizer::encode_plain`], appending to `ids`.
+    pub fn encode_plain_into(&self, text: &str, ids: &mut Vec<u32>) {
+        let _ = self.append(text, false, usize::MAX, ids);
+    }
+
+    /// [`Tokenizer::encode`], refusing texts of more than `max_tokens` tokens: those whose bytes can't fit before any
+    /// work is done, the others as soon as it shows.
+    ///
+    /// # Errors
+    /// [`EncodeError::TooLong`], [`EncodeError::Failed`].
+    pub fn encode_bounded(&self, text: &str, max_tokens: usize) -> Result<Vec<u32>, EncodeError> {
+        let mut ids = Vec::new();
+        self.append(text, true, max_tokens, &mut ids)?;
+        Ok(ids)
+    }
+
+    /// [`Tokenizer::encode_plain`] under the limit of [`Tokenizer::encode_bounded`].
+    ///
+    /// # Errors
+    /// [`EncodeError::TooLong`], [`EncodeError::Failed`].
+    pub fn encode_plain_bounded(&self, text: &str, max_tokens: usize) -> Result<Vec<u32>, EncodeError> {
+        let mut ids = Vec::new();
+        self.append(text, false, max_tokens, &mut ids)?;
+        Ok(ids)
+    }
+
+    /// Appends the ids of `text`; `max_tokens` counts these alone, not what `ids` held before.
+    fn append(&self, text: &str, specials: bool, max_tokens: usize, ids: &mut Vec<u32>) -> Result<(), EncodeError> {
+        // No token is longer, so a text over the product has more tokens. (Text that vanishes, as white space eaten by a
+        // stripping added token, counts here all the same: the bound is what protects the process.)
+        let longest = self.pieces.longest().max(1);
+        if text.len() > max_tokens.saturating_mul(longest) {
+            return Err(EncodeError::TooLong {
+                max_tokens,
+                at_least: text.len().div_ceil(longest),
+            });
+        }
+        let before = ids.len();
+        // Most tokens have four bytes or more.
+        ids.reserve((text.len() / 4).min(max_tokens));
+        match &self.encoder {
+            Encoder::Fast(encoder) => {
+                encoder.encode(text, specials, before.saturating_add(max_tokens), ids);
+            }
+            Encoder::Reference(reference) => {
+                ids.extend(reference.encode(text, specials).map_err(EncodeError::Failed)?);
+            }
+        }
+        let count = ids.len() - before;
+        if count > max_tokens {
+            return Err(EncodeError::TooLong {
+                max_tokens,
+                at_least: count,
+            });
+        }
+        Ok(())
+    }
+
+    /// The text of `ids`: what a [`StreamDecoder`] gives for them, so that plain and streamed answers agree.
+    ///
+    /// The same as Hugging Face `decode`, but for bytes that aren't UTF-8: one U+FFFD stands for each maximal bad part
+    /// (the `ByteFallback` decoder has one a byte), and a skipped special token ends a character in the making.
+    #[must_use]
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        match &self.decoder {
+            Decoder::Pieces => {
+                let mut text = String::with_capacity(ids.len() * 5);
+                let mut decoder = StreamDecoder::from_table(Arc::clone(&self.pieces), skip_special);
+                for id in ids {
+                    decoder.push(*id, &mut text);
+                }
+                decoder.finish(&mut text);
+                text
+            }
+            Decoder::Reference(reference) => reference.decode(ids, skip_special).unwrap_or_default(),
+        }
+    }
+
+    /// The bytes of `id`, not necessarily complete UTF-8; `None` for an id the vocabulary lacks.
+    #[must_use]
+    pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
+        self.pieces.bytes(id)
+    }
+
+    /// How the vocabulary spells `id` (a byte-level vocabulary spells a space `Ġ`).
+    #[must_use]
+    pub fn token_str(&self, id: u32) -> Option<&str> {
+        self.spellings.spelling(id)
+    }
+
+    /// The id with the vocabulary's spelling `token`.
+    #[must_use]
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.spellings.id(token)
+    }
+
+    /// Whether `id` is a special token.
+    #[must_use]
+    pub fn is_special(&self, id: u32) -> bool {
+        self.pieces.is_special(id)
+    }
+
+    /// One more than the largest id. Ids may be sparse: [`Tokenizer::token_bytes`] says which exist.
+    #[must_use]
+    pub fn vocab_size(&self) -> usize {
+        self.pieces.id_limit()
+    }
+
+    /// SHA-256 of the file's bytes, in hexadecimal.
+    #[must_use]
+    pub fn hash(&self) -> &str {
+        &self.hash
+    }
+
+    /// Who encodes: `fast:<pattern family>`, or `reference:<reason>` with the reason our own encoder wasn't taken.
+    #[must_use]
+    pub fn plan(&self) -> &str {
+        &self.plan
+    }
+
+    pub(crate) fn pieces(&self) -> &Arc<TokenTable> {
+        &self.pieces
+    }
+
+    /// Whether decoding must see several tokens at once, so that the pieces alone don't make the text.
+    pub(crate) fn decodes_in_context(&self) -> bool {
+        matches!(self.decoder, Decoder::Reference(_))
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("plan", &self.plan)
+            .field("hash", &self.hash)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How a vocabulary's spellings become bytes, by the file's `decoder`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum PieceStyle {
+    /// Each character of a spelling is a byte; a spelling outside the alphabet is its own UTF-8.
+    ByteLevel,
+    /// `▁` is a space, `<0x0A>` a byte; one space at the start of a text is dropped if asked.
+    SentencePiece { strips_first_space: bool },
+    /// Anything else: the reference decodes.
+    Opaque,
+}
+
+impl PieceStyle {
+    fn of(decoder: &serde_json::Value) -> Self {
+        if decoder["type"] == "ByteLevel" {
+            return Self::ByteLevel;
+        }
+        let Some(steps) = decoder["decoders"].as_array().filter(|_| decoder["type"] == "Sequence") else {
+            return Self::Opaque;
+        };
+        let space = serde_json::json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "});
+        let strip = serde_json::json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
+        match steps.as_slice() {
+            [replace, fallback, fuse, rest @ ..]
+                if *replace == space && fallback["type"] == "ByteFallback" && fuse["type"] == "Fuse" =>
+            {
+                match rest {
+                    [] => Self::SentencePiece {
+                        strips_first_space: false,
+                    },
+                    [last] if *last == strip => Self::SentencePiece {
+                        strips_first_space: true,
+                    },
+                    _ => Self::Opaque,
+                }
+            }
+            [only] if only["type"] == "ByteLevel" => Self::ByteLevel,
+            _ => Self::Opaque,
+        }
+    }
+}
+
+/// The bytes of every id, by the decoder's style.
+fn token_table(reference: &Reference, spellings: &Spellings, style: PieceStyle) -> Result<TokenTable, TokenizerError> {
+    let alphabet = ByteAlphabet::new();
+    let bytes_of = |spelling: &str| match style {
+        PieceStyle::ByteLevel => alphabet
+            .bytes_of(spelling)
+            .unwrap_or_else(|| spelling.as_bytes().to_vec()),
+        PieceStyle::SentencePiece { .. } => match byte_token(spelling) {
+            Some(byte) => vec![byte],
+            None => spelling.replace('▁', " ").into_bytes(),
+        },
+        PieceStyle::Opaque => spelling.as_bytes().to_vec(),
+    };
+    let entries: Vec<PieceEntry> = spellings
+        .ids()
+        .filter_map(|id| {
+            // Asked anew: the decoder sees a normalized added token by another spelling.
+            let spelling = reference.spelling(id)?;
+            Some((id, bytes_of(&spelling), reference.is_special(&spelling)))
+        })
+        .collect();
+    let strips = style
+        == PieceStyle::SentencePiece {
+            strips_first_space: true,
+        };
+    Ok(TokenTable::from_pieces(entries)?.stripping_first_space(strips))
+}
+
+/// The byte of a byte-fallback token such as `<0x0A>`.
+fn byte_token(spelling: &str) -> Option<u8> {
+    let digits = spelling.strip_prefix("<0x")?.strip_suffix('>')?;
+    (digits.len() == 2)
+        .then(|| u8::from_str_radix(digits, 16).ok())
+        .flatten()
+}
+
+/// The vocabulary's spellings, found by id and by text; no hash table, since neither is asked on the hot path.
+struct Spellings {
+    /// Sorted by spelling.
+    entries: Vec<(Box<str>, u32)>,
+    /// (id, index into `entries`), sorted.
+    by_id: Vec<(u32, u32)>,
+}
+
+impl Spellings {
+    fn new(entries: Vec<(String, u32)>) -> Self {
+        let mut entries: Vec<(Box<str>, u32)> = entries
+            .into_iter()
+            .map(|(spelling, id)| (spelling.into_boxed_str(), id))
+            .collect();
+        entries.sort_unstable();
+        let mut by_id: Vec<(u32, u32)> = (0u32..).zip(&entries).map(|(index, (_, id))| (*id, index)).collect();
+        by_id.sort_unstable();
+        Self { entries, by_id }
+    }
+
+    fn ids(&self) -> impl Iterator<Item = u32> + '_ {
+        self.by_id.iter().map(|(id, _)| *id)
+    }
+
+    fn id(&self, spelling: &str) -> Option<u32> {
+        let at = self
+            .entries
+            .binary_search_by(|(entry, _)| (**entry).cmp(spelling))
+            .ok()?;
+        self.entries.get(at).map(|(_, id)| *id)
+    }
+
+    fn spelling(&self, id: u32) -> Option<&str> {
+        let at = self.by_id.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+        let (_, index) = self.by_id.get(at)?;
+        self.entries.get(*index as usize).map(|(spelling, _)| &**spelling)
+    }
+}

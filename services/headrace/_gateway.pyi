@@ -1,0 +1,111 @@
+"""The Rust extension: what ``gateway_rs/src/python`` offers. Checked against the built module by stubtest.
+
+Work that grows with its input is done with the interpreter's lock released.
+"""
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import final
+
+__all__ = ["ChatTemplate", "Router", "StopMatcher", "StreamDecoder", "Tokenizer", "block_hashes"]
+
+@final
+class Router:
+    """The data plane of one router process."""
+
+    @staticmethod
+    def start(config_json: str) -> Router:
+        """Open both ports and the links. Raises ValueError when a setting is wrong."""
+
+    @property
+    def http_address(self) -> str: ...
+    @property
+    def grpc_address(self) -> str: ...
+    def drain(self) -> None:
+        """Take nothing new and wait for open streams, within the grace of the configuration."""
+
+    def stop(self) -> None:
+        """End what still runs and close the ports."""
+
+@final
+class Tokenizer:
+    """One model's tokenizer, exact to Hugging Face ``tokenizers``. Shareable between threads."""
+
+    @staticmethod
+    def from_file(path: str | PathLike[str]) -> Tokenizer:
+        """Load a ``tokenizer.json``. Raises ValueError or OSError."""
+
+    @staticmethod
+    def from_json(json: str) -> Tokenizer:
+        """Load the text of a ``tokenizer.json``. Raises ValueError."""
+
+    def encode(self, text: str, *, specials: bool = True) -> list[int]:
+        """Token ids; without ``specials``, special tokens in the text are plain text."""
+
+    def encode_batch(self, texts: Sequence[str], *, specials: bool = True) -> list[list[int]]: ...
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+    def stream_decoder(self, skip_special: bool = True) -> StreamDecoder:
+        """A decoder for one answer."""
+
+    def token_bytes(self, id: int) -> bytes | None: ...
+    def token_str(self, id: int) -> str | None: ...
+    def token_to_id(self, token: str) -> int | None: ...
+    def is_special(self, id: int) -> bool: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the file, in hexadecimal digits."""
+
+    @property
+    def plan(self) -> str:
+        """``fast:<name>``, or ``reference:<reason>``."""
+
+@final
+class StreamDecoder:
+    """Ids to text, one at a time; never a part of a character."""
+
+    def push(self, id: int) -> str: ...
+    def finish(self) -> str: ...
+
+@final
+class ChatTemplate:
+    """A model's chat template."""
+
+    def __new__(cls, source: str, bos_token: str = "", eos_token: str = "") -> ChatTemplate: ...
+    def render(
+        self,
+        messages_json: str,
+        *,
+        tools_json: str | None = None,
+        template_kwargs_json: str | None = None,
+        add_generation_prompt: bool = True,
+        now_s: int = 0,
+        max_bytes: int = 16_777_216,
+    ) -> str:
+        """The prompt text of messages. Raises ValueError with what the template or the checks refuse."""
+
+@final
+class StopMatcher:
+    """Finds stop strings in text that comes in pieces."""
+
+    def __new__(cls, stops: Sequence[str], include_stop: bool = False) -> StopMatcher: ...
+    def push(self, text: str) -> str:
+        """What is safe to show."""
+
+    def finish(self) -> str:
+        """What was held."""
+
+    @property
+    def stopped(self) -> int | None:
+        """The place in the list of the stop string that ended the answer."""
+
+def block_hashes(
+    ids: Sequence[int],
+    block_tokens: int,
+    model: str,
+    adapter: str = "",
+    salt: bytes | None = None,
+    parent: int = 0,
+) -> list[int]:
+    """Chained names (XXH3-64) of the full prefix blocks of ``ids``; ``parent`` continues a chain."""

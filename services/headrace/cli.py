@@ -1,0 +1,320 @@
+"""The command line.
+
+``headrace router | scheduler | cache | worker`` runs one service, ``headrace up`` all of them on this machine; ``chat``
+and ``bench`` are clients; ``config`` shows the configuration.
+
+A user's mistake is one red line and exit code 2, never a traceback; what fails for other reasons ends with 1. Heavy
+modules are imported by the command that needs them, so that ``--help`` is quick. What this module leaves to others: all
+work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import json
+import platform
+import random
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace import __version__
+
+if TYPE_CHECKING:
+    from headrace.config import Config
+
+app = typer.Typer(
+    help="An LLM serving mesh: one door for many engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", envvar="HEADRACE_CONFIG", help="TOML file that configures all services.", show_default="none"
+    ),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key. May be repeated.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what went wrong.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    try:
+        app(args=list(arguments) if arguments is not None else None, prog_name="headrace")
+    except Exception as error:
+        sys.exit(_failed(error))
+
+
+def _failed(error: Exception) -> int:
+    """Show an error that is the user's or the world's; anything else is a bug, and goes on as one."""
+    from headrace.client import ClientError
+    from headrace.errors import ConfigError, HeadraceError
+    from headrace.terminal import show_error
+
+    if not isinstance(error, HeadraceError):
+        raise error
+    show_error(str(error), getattr(error, "details", ()))
+    mistakes = ("invalid_argument", "model_not_found", "context_length_exceeded", "unsupported")
+    if isinstance(error, ClientError):
+        return 2 if error.code in mistakes else 1
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _load(path: Path | None, overrides: list[str] | None) -> Config:
+    from headrace import config
+
+    return config.load(path, overrides or ())
+
+
+@app.command()
+def up(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    workers: Annotated[int, typer.Option(help="Workers to start.")] = 1,
+    engine: Annotated[str, typer.Option(help="llama_cpp or sim.", show_default="the configured one")] = "",
+    model: Annotated[
+        str,
+        typer.Option(help="A configured model's name, or a .gguf file or folder.", show_default="the configured one"),
+    ] = "",
+    http_port: Annotated[
+        int | None, typer.Option(help="Port of the OpenAI HTTP API; 0 = any.", show_default="8080")
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="Port of the native gRPC API; 0 = any.", show_default="8081")
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Folder for the services' logs.", show_default="temporary, kept after trouble")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Start all services on this machine, and stop them on Ctrl-C.
+
+    With --json one line is printed when all is up. Ports other than the router's are chosen by the system unless they
+    are configured.
+    """
+    from headrace import up as one_box
+    from headrace.terminal import UpView
+
+    effective = one_box.effective_config(
+        config, overrides or (), model=model, engine=engine, http_port=http_port, grpc_port=grpc_port
+    )
+    plan = one_box.Plan(effective, workers=workers, log_dir=log_dir)
+    view = UpView(quiet=quiet or as_json, json_line=(lambda mesh: json.dumps(mesh.to_dict())) if as_json else None)
+    try:
+        asyncio.run(one_box.run(plan, view))
+    finally:
+        view.close()
+
+
+def _serve(service: str, path: Path | None, overrides: list[str] | None) -> None:
+    """Run a service until it has drained."""
+    from headrace.errors import HeadraceError
+
+    effective = _load(path, overrides)
+    try:
+        run = importlib.import_module(f"headrace.{service}.service").run
+    except ImportError as error:
+        if error.name == "headrace._gateway":
+            raise HeadraceError("the extension headrace._gateway is not built; install the package") from error
+        raise
+    if inspect.iscoroutinefunction(run):
+        asyncio.run(run(effective))
+    else:
+        run(effective)
+
+
+@app.command()
+def router(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Run the router: clients come in here."""
+    _serve("router", config, overrides)
+
+
+@app.command()
+def scheduler(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Run the scheduler: who runs it, and when?"""
+    _serve("scheduler", config, overrides)
+
+
+@app.command()
+def cache(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Run the cache: what do we already have?"""
+    _serve("cache", config, overrides)
+
+
+@app.command()
+def worker(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Run a worker: one engine and its batch."""
+    _serve("worker", config, overrides)
+
+
+@app.command()
+def chat(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to say; '-' reads it from standard input.", show_default="a dialogue")
+    ] = None,
+    target: Annotated[str, typer.Option(help="The router's native gRPC API.")] = "127.0.0.1:8081",
+    model: Annotated[str, typer.Option(help="Model to ask.", show_default="the first listed")] = "",
+    system: Annotated[str, typer.Option(help="System message.", show_default="none")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Longest answer.", show_default="what the context leaves")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 = always the likeliest.", show_default="the model's")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats an answer.", show_default="random")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Tell tokens and times after each answer.")] = False,
+) -> None:
+    """Ask a model, and see the answer as it is made.
+
+    Without a prompt this is a dialogue, or, when standard input is a pipe or a file, the answer to what that says.
+    """
+    from headrace import chat as talking
+    from headrace.client import ClientError
+    from headrace.config import split_address
+    from headrace.errors import ConfigError
+
+    target = target.removeprefix("grpc://")
+    split_address(target, "--target")
+    settings = talking.Settings(target, model, system, max_tokens, temperature, seed, stats)
+    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        prompt = _standard_input()
+    try:
+        if prompt is None:
+            code = talking.run_dialogue(settings)
+        elif prompt.strip():
+            code = talking.run_once(settings, prompt)
+        else:
+            raise ConfigError("the prompt is empty")
+    except ClientError as error:
+        error.args = (talking.describe(error, target),)
+        raise
+    raise typer.Exit(code)
+
+
+def _standard_input() -> str:
+    from headrace.errors import ConfigError
+
+    # Not sys.stdin's own decoding, which lets wrong bytes through in some locales.
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not text: {error}") from error
+
+
+@app.command()
+def bench(
+    target: Annotated[str, typer.Option(help="grpc://HOST:PORT or http://HOST:PORT.")] = "grpc://127.0.0.1:8081",
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests at once; with --rate the most.", show_default="8, or 4096")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests to send.", show_default="16 x concurrency")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds to go on sending.", show_default="none")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of a prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 64,
+    shared_prefix: Annotated[int, typer.Option(help="So many tokens of the prompt are the same in all requests.")] = 0,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second, arriving at random (open loop).", show_default="closed loop"),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model to ask.", show_default="the first listed")] = "",
+    seed: Annotated[int | None, typer.Option(help="Draws prompts and arrivals.", show_default="random")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Requests before measuring.", show_default="one a client")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy.", show_default="the model's")] = None,
+    as_chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
+    use_cache: Annotated[bool, typer.Option("--use-cache", help="Let the response cache answer.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600.0,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Load a router (or any OpenAI-shaped server) and measure it. Ctrl-C reports what was measured so far."""
+    from headrace import bench as load
+    from headrace.terminal import BenchProgress, show_report
+
+    plan = load.Plan(
+        target=target,
+        concurrency=concurrency,
+        requests=requests,
+        duration_s=duration,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        shared_prefix=shared_prefix,
+        rate=rate,
+        model=model,
+        # Not always the same: the second run would find the first one's prompts in the prefix cache.
+        seed=random.randrange(2**31) if seed is None else seed,
+        warmup=warmup,
+        chat=as_chat,
+        temperature=temperature,
+        use_cache=use_cache,
+        timeout_s=timeout,
+    )
+
+    async def run() -> load.Report:
+        stop = asyncio.Event()
+        with _interrupt(stop), BenchProgress(plan, quiet=quiet) as progress:
+            return await load.run(plan, stop=stop, progress=progress)
+
+    report = asyncio.run(run())
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_dict()) + "\n")
+    else:
+        show_report(report)
+    if report.interrupted:
+        raise typer.Exit(130)
+    raise typer.Exit(0 if report.succeeded else 1)
+
+
+@contextlib.contextmanager
+def _interrupt(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C sets the event; the second is as usual."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+@app.command("config")
+def show_config(config: ConfigFile = None, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Print the effective configuration as TOML, each key with its meaning. It can be read back with --config."""
+    from headrace import config as configuration
+
+    effective = _load(config, overrides)
+    if as_json:
+        sys.stdout.write(json.dumps(configuration.to_dict(effective), indent=2) + "\n")
+    else:
+        sys.stdout.write(configuration.to_toml(effective))
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Print versions of this package and of what it stands on."""
+    versions: dict[str, Any] = {"headrace": __version__, "python": platform.python_version()}
+    for package in ("grpcio", "protobuf", "llama-cpp-python"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    if as_json:
+        sys.stdout.write(json.dumps(versions) + "\n")
+    else:
+        sys.stdout.write("".join(f"{name} {value}\n" for name, value in versions.items()))

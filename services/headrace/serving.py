@@ -1,0 +1,552 @@
+"""How a Python service runs, the same for all: start, health, metrics, batching on streams, drain.
+
+A service makes a :class:`Service`, adds its servicers, starts it, says that it is ready, and waits to be told to stop::
+
+    service = Service("cache", config.address, metrics_address=config.metrics_address)
+    service.add(cache_pb2_grpc.add_CacheServiceServicer_to_server, servicer, "headrace.v1.CacheService")
+    await service.start()
+    await service.run_until_stopped(announce=True, drain=servicer.drain, grace_s=config.drain_grace_s)
+
+Leaving goes in this order: not ready (gRPC health NOT_SERVING, ``/health`` 503), the service's own ``drain`` under its
+grace, then the server stops and what still runs is cut. A second signal ends the process at once.
+
+Streams between services carry whatever is ready in each message. :class:`Outbox` does that gathering, and
+:func:`exchange` runs both directions of a server's stream with it.
+
+gRPC options stand here and nowhere else. What this module leaves to others: what a service answers, its metrics, its
+spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine
+from types import FrameType
+from typing import Any, Generic, Self, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from headrace import metrics
+from headrace.config import TelemetryConfig
+from headrace.errors import ConfigError, HeadraceError
+
+log = logging.getLogger(__name__)
+
+#: A prompt of 5 MB or an answer with many log-probabilities is one message; gRPC's own 4 MiB is too little for both.
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+_MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that vanished without a word is noticed after 40 s even when nothing is being sent.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Links are quiet for minutes during a long prefill; pings must go on meanwhile.
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_MESSAGE_OPTIONS,
+    # Services restart within a second; gRPC's own backoff grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_MESSAGE_OPTIONS,
+    # Every ping interval a client of ours uses is allowed, with and without open calls: no GOAWAY for pings.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Links are one stream each; people and probes need a few more.
+    ("grpc.max_concurrent_streams", 4096),
+    # With it, two processes could share a port without either noticing.
+    ("grpc.so_reuseport", 0),
+)
+
+#: After the service's own drain only probes and short calls are left.
+_STOP_GRACE_S = 0.5
+
+T = TypeVar("T")
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel to another service of the mesh."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def configure_logging(telemetry: TelemetryConfig) -> None:
+    """Logs on standard error, in one form for all services. Raises ConfigError for an unknown level."""
+    levels = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+    if telemetry.log_level not in levels:
+        raise ConfigError(f"telemetry.log_level: must be one of {', '.join(levels)}, got {telemetry.log_level!r}")
+    logging.basicConfig(
+        level=levels[telemetry.log_level],
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def split_address(address: str, key: str = "address") -> tuple[str, int]:
+    """Host and port of ``host:port`` (``[::1]:8080`` for IPv6). Raises ConfigError, naming the key."""
+    host, colon, port_text = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port_text.isascii() and port_text.isdigit()):
+        raise ConfigError(f"{key}: expected host:port, got {address!r}")
+    port = int(port_text)
+    if port > 65535:
+        raise ConfigError(f"{key}: port must be at most 65535, got {port}")
+    return host, port
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, with brackets where IPv6 needs them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def print_ready(name: str, **fields: str) -> None:
+    """Tell whoever started this process that it serves, and where: one line of JSON on standard output."""
+    sys.stdout.write(json.dumps({"ready": name, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks to drain, the second ends the process at once.
+
+    A context manager; ``stopping`` is set by the first signal. Plain signal handlers rather than the loop's, so that
+    the second signal also works while the loop is busy. Whoever starts a service in a terminal must give it a session
+    of its own: a Ctrl-C that reaches parent and child, followed by the parent's SIGTERM, would be two signals.
+    """
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._count = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            # Not sys.exit: threads of an engine or an exporter could hold the process for as long as they like.
+            os._exit(128 + number)
+        self._loop.call_soon_threadsafe(self.stopping.set)
+
+
+class Service:
+    """One gRPC server with health, reflection, metrics and an orderly end.
+
+    It starts not ready; :meth:`set_ready` moves gRPC health (overall and of each service) and ``/health`` together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        *,
+        metrics_address: str = "",
+        registry: CollectorRegistry | None = None,
+        address_key: str = "",
+    ) -> None:
+        """``address_key`` is how error messages call the address's setting; by default ``NAME.address``."""
+        self.name = name
+        self.registry = registry if registry is not None else metrics.new_registry()
+        self.ready = False
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._key = address_key or f"{name}.address"
+        self._wanted = address
+        self._wanted_metrics = metrics_address
+        self._port = 0
+        self._names: list[str] = []
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._pages: _Pages | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        """host:port as bound; known once started."""
+        return join_address(split_address(self._wanted, self._key)[0], self._port)
+
+    @property
+    def metrics_address(self) -> str:
+        """host:port of the metrics pages; empty when there are none."""
+        return self._pages.address if self._pages else ""
+
+    def add(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object, full_name: str) -> None:
+        """Serve this too. ``full_name`` is the proto service's, like ``headrace.v1.CacheService``."""
+        add_to_server(servicer, self.server)
+        self._names.append(full_name)
+
+    async def start(self) -> None:
+        """Open the ports. Raises ConfigError when an address is wrong or taken."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+        await self.set_ready(False)
+        self._port = await self._bind()
+        try:
+            if self._wanted_metrics:
+                self._pages = _Pages(self)
+                await self._pages.start(self._wanted_metrics, f"{self.name}.metrics_address")
+            await self.server.start()
+        except BaseException:
+            await self.stop(0.0)
+            raise
+
+    async def _bind(self) -> int:
+        host, port = split_address(self._wanted, self._key)
+        # Asked with a socket of our own first: its error says what is wrong, gRPC's only that something is.
+        await _check_can_bind(host, port, self._key)
+        try:
+            bound = self.server.add_insecure_port(join_address(host, port))
+        except RuntimeError as error:
+            raise ConfigError(f"{self._key}: cannot listen on {self._wanted}: {error}") from error
+        if bound == 0:
+            raise ConfigError(f"{self._key}: cannot listen on {self._wanted}")
+        return bound
+
+    async def set_ready(self, ready: bool) -> None:
+        """Say whether new work is welcome. Calls that are under way do not notice."""
+        self.ready = ready
+        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, serving if ready else not_serving)
+
+    async def announce(self, **extra: str) -> None:
+        """Become ready and print the ready line; ``extra`` are further fields of it."""
+        await self.set_ready(True)
+        print_ready(self.name, address=self.address, metrics=self.metrics_address, **extra)
+        log.info("%s serves on %s", self.name, self.address)
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run this beside the server for as long as it serves. If it fails, the service ends with that error."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+            log.error("%s: task %s failed", self.name, task.get_name(), exc_info=error)
+            self._failure = error
+            self._failed.set()
+
+    async def run_until_stopped(
+        self,
+        *,
+        announce: bool = False,
+        drain: Callable[[], Awaitable[None]] | None = None,
+        grace_s: float = 0.0,
+        stopping: asyncio.Event | None = None,
+    ) -> None:
+        """Serve until a signal (or ``stopping``, for tests) asks to stop; drain within the grace; stop.
+
+        ``announce``: become ready first. Whoever isn't ready yet (a worker whose engine warms up) calls
+        :meth:`announce` later, from a task of its own. Raises what a task of :meth:`spawn` failed with.
+        """
+        with contextlib.ExitStack() as stack:
+            if stopping is None:
+                # Ahead of the ready line: who reads it may send a signal at once.
+                stopping = stack.enter_context(StopSignals()).stopping
+            if announce:
+                await self.announce()
+            await self._wait(stopping)
+            await self._leave(drain, grace_s)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _wait(self, stopping: asyncio.Event) -> None:
+        waits = [asyncio.create_task(stopping.wait()), asyncio.create_task(self._failed.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+
+    async def _leave(self, drain: Callable[[], Awaitable[None]] | None, grace_s: float) -> None:
+        log.info("%s drains, for %.1f s at most", self.name, grace_s)
+        await self.set_ready(False)
+        if drain is not None:
+            try:
+                # wait_for even at grace 0: the drain still gets to say goodbye to whom it can without waiting.
+                await asyncio.wait_for(_run(drain), timeout=max(grace_s, 0.05))
+            except TimeoutError:
+                log.warning("%s: grace of %.1f s is over, ending what still runs", self.name, grace_s)
+            except Exception:
+                log.exception("%s: drain failed", self.name)
+        await self.stop(_STOP_GRACE_S)
+        log.info("%s stopped", self.name)
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Close the ports and end the tasks; calls still running are cut after the grace. May be called again."""
+        self.ready = False
+        await self.server.stop(grace_s)
+        if self._pages is not None:
+            await self._pages.stop()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run(drain: Callable[[], Awaitable[None]]) -> None:
+    await drain()
+
+
+async def _check_can_bind(host: str, port: int, key: str) -> None:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As gRPC and asyncio do; it doesn't allow a second listener.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{key}: cannot listen on {join_address(host, port)}: {reason}") from error
+
+
+class _Pages:
+    """``/metrics``, ``/health`` (ready?) and ``/live`` (running?) over HTTP/1.1, one request a connection.
+
+    On the service's own loop, so that ``/live`` fails when the loop is stuck. Small, because that is all it must do.
+    """
+
+    _MAX_CONNECTIONS = 64
+    _MAX_HEAD_BYTES = 16 * 1024
+    _REQUEST_TIMEOUT_S = 5.0
+
+    def __init__(self, service: Service) -> None:
+        self.address = ""
+        self._service = service
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self, address: str, key: str) -> None:
+        host, port = split_address(address, key)
+        await _check_can_bind(host, port, key)
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port, limit=self._MAX_HEAD_BYTES)
+        except OSError as error:
+            raise ConfigError(f"{key}: cannot listen on {address}: {error.strerror or error}") from error
+        self.address = join_address(host, self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        if self._server is None:
+            return
+        self._server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if len(self._connections) >= self._MAX_CONNECTIONS:
+                return
+            self._connections.add(task)
+            async with asyncio.timeout(self._REQUEST_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head))
+                await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            self._connections.discard(task)
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _answer(self, head: bytes) -> bytes:
+        method, _, rest = head.decode("latin-1").partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        status, kind, body = self._page(method, path)
+        reasons = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+        lines = (
+            f"HTTP/1.1 {status} {reasons[status]}",
+            f"Content-Type: {kind}",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        )
+        return "\r\n".join((*lines, "", "")).encode() + (b"" if method == "HEAD" else body)
+
+    def _page(self, method: str, path: str) -> tuple[int, str, bytes]:
+        if method not in ("GET", "HEAD"):
+            return 405, "text/plain", b"only GET\n"
+        if path == "/metrics":
+            return 200, CONTENT_TYPE_LATEST, generate_latest(self._service.registry)
+        if path == "/health":
+            ready = self._service.ready
+            body = json.dumps({"service": self._service.name, "status": "ok" if ready else "not ready"})
+            return (200 if ready else 503), "application/json", body.encode() + b"\n"
+        if path == "/live":
+            return (
+                200,
+                "application/json",
+                json.dumps({"service": self._service.name, "status": "live"}).encode() + b"\n",
+            )
+        return 404, "text/plain", b"no such page: /metrics, /health, /live\n"
+
+
+class StreamError(HeadraceError):
+    """Ends a stream with a gRPC status."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+
+
+class Outbox(Generic[T]):
+    """What waits to be written to one stream: natural batching with a bound.
+
+    While one message is being written, :meth:`put` gathers; the next :meth:`take` gets all of it at once. So a quiet
+    stream sends each item at once and a busy one sends few, full messages, and no timer is needed.
+    ``put`` never waits: a reader who falls ``limit`` items (or ``LIMIT_BYTES``) behind is not reading, and its stream
+    ends.
+    """
+
+    #: Of items that have a size: what may wait, and what one message holds unless a single item is larger.
+    LIMIT_BYTES = 256 * 2**20
+    BATCH_BYTES = 4 * 2**20
+
+    def __init__(self, limit: int, *, batch: int = 1024, size: Callable[[T], int] | None = None) -> None:
+        """``batch`` bounds the items of one message; where these can be large, ``size`` says how many bytes one is."""
+        self._items: deque[T] = deque()
+        self._limit = limit
+        self._batch = batch
+        self._size = size
+        self._bytes = 0
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._error: StreamError | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more is taken in."""
+        return self._closed
+
+    def put(self, item: T) -> bool:
+        """Add an item. False when it isn't taken: the outbox is closed, or was full and is closed now."""
+        if self._closed:
+            return False
+        if len(self._items) >= self._limit or self._bytes > self.LIMIT_BYTES:
+            full = f"the peer does not read: {len(self._items)} items wait (limit {self._limit})"
+            if self._size is not None:
+                full += f", of {self._bytes} bytes (limit {self.LIMIT_BYTES})"
+            self._items.clear()
+            self.close(StreamError(grpc.StatusCode.RESOURCE_EXHAUSTED, full))
+            return False
+        self._items.append(item)
+        if self._size is not None:
+            self._bytes += self._size(item)
+        self._wake.set()
+        return True
+
+    def close(self, error: StreamError | None = None) -> None:
+        """Take no more. What waits is still given out; then ``take`` says so, with the error when there is one."""
+        if not self._closed:
+            self._closed = True
+            self._error = error
+        self._wake.set()
+
+    async def take(self) -> list[T] | None:
+        """All that waits (up to a batch), once there is something. None when closed and empty, or raises its error."""
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        if self._size is not None:
+            return self._take_sized(self._size)
+        if len(self._items) <= self._batch:
+            items = list(self._items)
+            self._items.clear()
+            return items
+        return [self._items.popleft() for _ in range(self._batch)]
+
+    def _take_sized(self, size: Callable[[T], int]) -> list[T]:
+        items = [self._items.popleft()]
+        taken = size(items[0])
+        while self._items and len(items) < self._batch and taken + size(self._items[0]) <= self.BATCH_BYTES:
+            taken += size(self._items[0])
+            items.append(self._items.popleft())
+        self._bytes -= taken
+        return items
+
+
+async def exchange(
+    requests: AsyncIterable[Any],
+    context: grpc.aio.ServicerContext[Any, Any],
+    *,
+    receive: Callable[[Any], None],
+    outbox: Outbox[T],
+    encode: Callable[[list[T]], Any],
+) -> None:
+    """Run both directions of one stream in its handler until one of them ends it.
+
+    ``receive`` gets each request message and may raise StreamError; ``encode`` makes one response message of all that
+    the outbox gathered. The peer closing its half ends the stream once the outbox is empty; closing the outbox ends it
+    too. However it ends (also by cancellation), the reader is gone when this returns.
+    """
+    # The peer's call returns with the headers, which would otherwise wait for the first message.
+    await context.send_initial_metadata(())
+    reader = asyncio.create_task(_read(requests, receive, outbox))
+    try:
+        while (items := await outbox.take()) is not None:
+            await context.write(encode(items))
+    except StreamError as error:
+        await context.abort(error.code, error.details)
+    finally:
+        outbox.close()
+        reader.cancel()
+        # Its failures were passed on by the outbox already.
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+async def _read(requests: AsyncIterable[Any], receive: Callable[[Any], None], outbox: Outbox[T]) -> None:
+    try:
+        async for message in requests:
+            receive(message)
+    except StreamError as error:
+        outbox.close(error)
+    except grpc.aio.UsageError:
+        # The stream was closed under the reader.
+        pass
+    except Exception:
+        log.exception("a stream's message could not be handled")
+        outbox.close(StreamError(grpc.StatusCode.INTERNAL, "the message could not be handled"))
+    finally:
+        outbox.close()

@@ -1,0 +1,244 @@
+from headrace.v1 import types_pb2 as _types_pb2
+from headrace.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PlaceRequest(_message.Message):
+    __slots__ = ("hello", "asks", "withdrawals", "releases")
+    class Ask(_message.Message):
+        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch")
+        ASK_FIELD_NUMBER: _ClassVar[int]
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        TENANT_FIELD_NUMBER: _ClassVar[int]
+        CLASS_FIELD_NUMBER: _ClassVar[int]
+        POOLS_FIELD_NUMBER: _ClassVar[int]
+        PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+        MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        N_FIELD_NUMBER: _ClassVar[int]
+        EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+        AVOID_INSTANCES_FIELD_NUMBER: _ClassVar[int]
+        SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+        TRACE_FIELD_NUMBER: _ClassVar[int]
+        EPOCH_FIELD_NUMBER: _ClassVar[int]
+        ask: int
+        request_id: str
+        tenant: str
+        pools: _containers.RepeatedScalarFieldContainer[str]
+        prompt_tokens: int
+        block_hashes: _containers.RepeatedScalarFieldContainer[int]
+        max_tokens: int
+        n: int
+        expected_output_tokens: int
+        time_left_ms: int
+        avoid_instances: _containers.RepeatedScalarFieldContainer[str]
+        session_id: str
+        trace: _types_pb2.TraceContext
+        epoch: int
+        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., **kwargs) -> None: ...
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWALS_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    asks: _containers.RepeatedCompositeFieldContainer[PlaceRequest.Ask]
+    withdrawals: _containers.RepeatedScalarFieldContainer[int]
+    releases: _containers.RepeatedCompositeFieldContainer[Release]
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., asks: _Optional[_Iterable[_Union[PlaceRequest.Ask, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[int]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router_id", "running")
+    class RunningLease(_message.Message):
+        __slots__ = ("lease", "instance_id", "request_id", "tenant", "prompt_tokens", "max_tokens")
+        LEASE_FIELD_NUMBER: _ClassVar[int]
+        INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        TENANT_FIELD_NUMBER: _ClassVar[int]
+        PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        lease: int
+        instance_id: str
+        request_id: str
+        tenant: str
+        prompt_tokens: int
+        max_tokens: int
+        def __init__(self, lease: _Optional[int] = ..., instance_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    running: _containers.RepeatedCompositeFieldContainer[RouterHello.RunningLease]
+    def __init__(self, router_id: _Optional[str] = ..., running: _Optional[_Iterable[_Union[RouterHello.RunningLease, _Mapping]]] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("lease", "outcome", "usage", "kv_block_s", "ttft_s", "decode_s")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    outcome: _types_pb2.Outcome
+    usage: _types_pb2.Usage
+    kv_block_s: float
+    ttft_s: float
+    decode_s: float
+    def __init__(self, lease: _Optional[int] = ..., outcome: _Optional[_Union[_types_pb2.Outcome, str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., kv_block_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
+
+class PlaceResponse(_message.Message):
+    __slots__ = ("placements", "fleet")
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    FLEET_FIELD_NUMBER: _ClassVar[int]
+    placements: _containers.RepeatedCompositeFieldContainer[Placement]
+    fleet: FleetView
+    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., fleet: _Optional[_Union[FleetView, _Mapping]] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("ask", "grant", "queued", "rejected")
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    ask: int
+    grant: Grant
+    queued: Queued
+    rejected: _types_pb2.Error
+    def __init__(self, ask: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., rejected: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("lease", "worker_id", "instance_id", "address", "token_allowance", "queue_s")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ALLOWANCE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    worker_id: str
+    instance_id: str
+    address: str
+    token_allowance: int
+    queue_s: float
+    def __init__(self, lease: _Optional[int] = ..., worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., token_allowance: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+
+class Queued(_message.Message):
+    __slots__ = ("position", "estimate_ms")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATE_MS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    estimate_ms: int
+    def __init__(self, position: _Optional[int] = ..., estimate_ms: _Optional[int] = ...) -> None: ...
+
+class FleetView(_message.Message):
+    __slots__ = ("pools",)
+    class Pool(_message.Message):
+        __slots__ = ("name", "description", "ready_workers", "workers", "addresses")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+        READY_WORKERS_FIELD_NUMBER: _ClassVar[int]
+        WORKERS_FIELD_NUMBER: _ClassVar[int]
+        ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        description: _types_pb2.ModelDescription
+        ready_workers: int
+        workers: int
+        addresses: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, name: _Optional[str] = ..., description: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., ready_workers: _Optional[int] = ..., workers: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[FleetView.Pool]
+    def __init__(self, pools: _Optional[_Iterable[_Union[FleetView.Pool, _Mapping]]] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("hello", "load")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    hello: JoinHello
+    load: _worker_pb2.Load
+    def __init__(self, hello: _Optional[_Union[JoinHello, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ...) -> None: ...
+
+class JoinHello(_message.Message):
+    __slots__ = ("worker_id", "instance_id", "pool", "address", "description", "startup_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    STARTUP_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    instance_id: str
+    pool: str
+    address: str
+    description: _types_pb2.ModelDescription
+    startup_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., pool: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., startup_s: _Optional[float] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("welcome", "drain", "set_limits")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    SET_LIMITS_FIELD_NUMBER: _ClassVar[int]
+    welcome: JoinWelcome
+    drain: Drain
+    set_limits: SetLimits
+    def __init__(self, welcome: _Optional[_Union[JoinWelcome, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., set_limits: _Optional[_Union[SetLimits, _Mapping]] = ...) -> None: ...
+
+class JoinWelcome(_message.Message):
+    __slots__ = ("heartbeat_ms",)
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_ms: int
+    def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("grace_ms",)
+    GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    grace_ms: int
+    def __init__(self, grace_ms: _Optional[int] = ...) -> None: ...
+
+class SetLimits(_message.Message):
+    __slots__ = ("chunk_tokens", "slots")
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    chunk_tokens: int
+    slots: int
+    def __init__(self, chunk_tokens: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
+
+class GetFleetRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetFleetResponse(_message.Message):
+    __slots__ = ("workers", "queued_asks", "routers", "leases")
+    class Worker(_message.Message):
+        __slots__ = ("worker_id", "instance_id", "pool", "address", "load", "leases", "leased_tokens", "silent_s")
+        WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+        INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+        POOL_FIELD_NUMBER: _ClassVar[int]
+        ADDRESS_FIELD_NUMBER: _ClassVar[int]
+        LOAD_FIELD_NUMBER: _ClassVar[int]
+        LEASES_FIELD_NUMBER: _ClassVar[int]
+        LEASED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        SILENT_S_FIELD_NUMBER: _ClassVar[int]
+        worker_id: str
+        instance_id: str
+        pool: str
+        address: str
+        load: _worker_pb2.Load
+        leases: int
+        leased_tokens: int
+        silent_s: float
+        def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., pool: _Optional[str] = ..., address: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., leases: _Optional[int] = ..., leased_tokens: _Optional[int] = ..., silent_s: _Optional[float] = ...) -> None: ...
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_ASKS_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[GetFleetResponse.Worker]
+    queued_asks: int
+    routers: int
+    leases: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[GetFleetResponse.Worker, _Mapping]]] = ..., queued_asks: _Optional[int] = ..., routers: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...

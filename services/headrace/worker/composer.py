@@ -1,0 +1,653 @@
+"""The batch composer: what does the next step compute, and for whom? Iteration-level continuous batching.
+
+A core without clock, threads or engine. Its driver (``loop.py``, and tests) goes round::
+
+    step = composer.plan(now)          # ends what is overdue, makes room, admits, chooses
+    ... apply step.operations to the engine, compute, draw one id for each of step.rows ...
+    composer.complete(step, drawn, now)  # or abandon(step), or fail(step, error, now)
+    deltas, changes = composer.take_results()
+
+and may call ``submit`` and ``cancel`` at any point between. The rules:
+
+- Every sequence that decodes is in every step; beside them at most ``chunk_tokens`` of prompts are computed, first come
+  first served, so that no running stream waits longer than such a step. New sequences join at the next step, finished
+  ones leave at once.
+- KV comes from ``kv.py`` with its hard bound. Blocks for a prompt are taken on admission, blocks for the answer when
+  they are needed. When there are none left, what is only held for reuse goes first; then the youngest sequence is put
+  back into the queue and will be computed again. The oldest can therefore always go on, and nothing deadlocks; what
+  could not fit alone is refused on submission.
+- Order is by arrival; a class lower than interactive is treated as if it had come so much later. That puts classes in
+  order and starves none.
+- Choices are sequences of their own: the first computes the prompt, the others share its blocks.
+- Every choice ends exactly once, with an outcome.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.errors import error
+from headrace.v1 import types_pb2, worker_pb2
+from headrace.worker.engine import (
+    BlockChange,
+    Delta,
+    Finish,
+    Outcome,
+    Request,
+    TokenLogprobs,
+)
+from headrace.worker.kv import HashBlocks, KvAccounts, Lane, Operation, Scope
+
+#: A class waits as if it had arrived so many seconds later.
+CLASS_DELAY_S: Mapping[int, float] = {
+    types_pb2.REQUEST_CLASS_INTERACTIVE: 0.0,
+    types_pb2.REQUEST_CLASS_UNSPECIFIED: 5.0,
+    types_pb2.REQUEST_CLASS_STANDARD: 5.0,
+    types_pb2.REQUEST_CLASS_BATCH: 60.0,
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds that a composer keeps."""
+
+    slots: int
+    kv_blocks: int
+    block_tokens: int
+    context_tokens: int
+    chunk_tokens: int
+    #: Prompt tokens in a step in which nothing decodes.
+    idle_chunk_tokens: int
+    max_waiting: int
+    #: Sequences that the engine can tell apart; those beyond the slots hold blocks for reuse.
+    lanes: int
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What the sampler brought for the rows of a step: one id a row, and what only some rows have."""
+
+    ids: Seq[int]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    #: Rows after which nothing may follow (a grammar is complete).
+    ended: frozenset[int] = frozenset()
+    #: Rows that could not be drawn.
+    errors: Mapping[int, types_pb2.Error] = field(default_factory=dict)
+    #: For chunks that ask for them: the prompt's log-probabilities, by the chunk's place in the step.
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class Sequence:
+    """One choice of a request. Engines read it and may keep what is theirs in ``sampler``."""
+
+    __slots__ = (
+        "_blocks_since_s",
+        "choice",
+        "computed",
+        "ended",
+        "ids",
+        "kv_block_s",
+        "lane",
+        "order",
+        "prefilled",
+        "prompt_tokens",
+        "request",
+        "sampler",
+        "state",
+    )
+
+    def __init__(self, state: _RequestState, choice: int, order: tuple[float, int, int]) -> None:
+        self.state = state
+        self.request = state.request
+        self.choice = choice
+        self.order = order
+        #: Prompt and answer.
+        self.ids = list(state.request.prompt_ids)
+        self.prompt_tokens = len(self.ids)
+        #: Of ids, those whose KV is there.
+        self.computed = 0
+        self.lane: Lane | None = None
+        #: All ids up to the last drawn one have been computed once since it was admitted: it decodes.
+        self.prefilled = False
+        self.ended = False
+        self.kv_block_s = 0.0
+        self._blocks_since_s = 0.0
+        self.sampler: Any = None
+
+    @property
+    def drawn(self) -> int:
+        """Ids of the answer so far."""
+        return len(self.ids) - self.prompt_tokens
+
+    def settle(self, now: float) -> None:
+        """Brings ``kv_block_s`` up to date; call before the blocks change."""
+        if self.lane is not None:
+            self.kv_block_s += self.lane.blocks * (now - self._blocks_since_s)
+        self._blocks_since_s = now
+
+
+class _RequestState:
+    """What the choices of one request have in common."""
+
+    __slots__ = (
+        "admitted_s",
+        "announced",
+        "cached_prompt_tokens",
+        "completion_tokens",
+        "context_left",
+        "end_ids",
+        "first_token_s",
+        "open_choices",
+        "prompt_logprobs",
+        "request",
+        "scope",
+        "sequences",
+        "submitted_s",
+    )
+
+    def __init__(self, request: Request, now: float, context_tokens: int) -> None:
+        self.request = request
+        self.submitted_s = now
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.cached_prompt_tokens = 0
+        self.completion_tokens = 0
+        self.end_ids = request.stopping.end_ids
+        self.context_left = min(request.stopping.max_tokens, context_tokens - len(request.prompt_ids))
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        #: The first delta has gone, with what goes only there.
+        self.announced = False
+        self.open_choices = request.n
+        self.scope = Scope(request.lora, request.cache_salt, None if request.reuse_prefix else request.key)
+        self.sequences: list[Sequence] = []
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A part of a sequence's ids to be computed."""
+
+    sequence: Sequence
+    lane: Lane
+    start: int
+    count: int
+    #: It reaches the last known id, so the next one is drawn.
+    last: bool
+    #: Logits are wanted at each position.
+    all_logits: bool
+    #: Other choices that join when the prompt is computed, with the lanes made for them.
+    forks: list[tuple[Sequence, Lane]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: apply ``operations`` in order, then compute decodes and chunks together."""
+
+    operations: list[Operation]
+    #: Each computes its last id.
+    decodes: list[Sequence]
+    chunks: list[Chunk]
+    #: For whom an id is drawn, and from which of the step's outputs (positions with logits, in the order computed).
+    rows: list[Sequence]
+    outputs: list[int]
+    prefill_tokens: int
+    context_tokens: int
+
+    @property
+    def empty(self) -> bool:
+        return not self.decodes and not self.chunks
+
+
+class Composer:
+    """See the module's text."""
+
+    def __init__(self, limits: Limits, hash_blocks: HashBlocks | None = None, *, keep_prefixes: bool = True) -> None:
+        self.limits = limits
+        self.slots = limits.slots
+        self.chunk_tokens = limits.chunk_tokens
+        self.kv = KvAccounts(
+            limits.kv_blocks, limits.block_tokens, limits.lanes, hash_blocks=hash_blocks, keep=keep_prefixes
+        )
+        self._states: dict[int, _RequestState] = {}
+        #: Both in order.
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        #: Sequences with a lane; _running may still list some that have just lost theirs.
+        self._seated = 0
+        self._arrivals = 0
+        self._deadlines: list[tuple[float, int]] = []
+        self._deltas: list[Delta] = []
+        self._released: list[Sequence] = []
+        self.prompt_tokens_total = 0
+        self.cached_prompt_tokens_total = 0
+        self.completion_tokens_total = 0
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> types_pb2.Error | None:
+        """Queues it, or says why not."""
+        if refusal := self._refusal(request):
+            return refusal
+        self._arrivals += 1
+        state = self._states[request.key] = _RequestState(request, now, self.limits.context_tokens)
+        place = now + CLASS_DELAY_S.get(request.request_class, 5.0)
+        state.sequences = [Sequence(state, choice, (place, self._arrivals, choice)) for choice in range(request.n)]
+        # The others follow when the first has computed the prompt.
+        self._enqueue(state.sequences[0])
+        if request.deadline_s is not None:
+            if len(self._deadlines) > 2 * len(self._states) + 1024:
+                # Most requests end long before their deadline.
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._states]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (request.deadline_s, request.key))
+        self.prompt_tokens_total += len(request.prompt_ids)
+        return None
+
+    def reject(self, request: Request, why: types_pb2.Error) -> None:
+        """Ends all choices of a request that was refused."""
+        for choice in range(request.n):
+            finish = Finish(types_pb2.OUTCOME_REJECTED, why, len(request.prompt_ids), 0, 0, 0.0, 0.0, 0.0, 0.0)
+            self._deltas.append(Delta(request.key, choice, 0, [], finish=finish))
+
+    def cancel(self, key: int, choice: int | None, outcome: Outcome, now: float) -> None:
+        """Ends it, or one choice of it, with that outcome; its KV is free at once."""
+        state = self._states.get(key)
+        if state is None:
+            return
+        for sequence in list(state.sequences):
+            if not sequence.ended and choice in (None, sequence.choice):
+                self._end(sequence, outcome, now)
+        # When the first choice went before it had computed the prompt, the next one does it.
+        self._start_orphans(state)
+
+    def _refusal(self, request: Request) -> types_pb2.Error | None:
+        prompt = len(request.prompt_ids)
+        if prompt + 1 > self.limits.context_tokens:
+            return error(
+                types_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED,
+                f"the prompt has {prompt} tokens and the context holds {self.limits.context_tokens}, answer included",
+                param="messages",
+            )
+        most = min(prompt + request.stopping.max_tokens, self.limits.context_tokens)
+        if (blocks := self.kv.blocks_for(most)) > self.kv.total_blocks:
+            return error(
+                types_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED,
+                f"prompt and answer may take {most} tokens, {blocks} KV blocks of {self.limits.block_tokens}; "
+                f"this worker has {self.kv.total_blocks}",
+                param="max_tokens",
+            )
+        if self._seated + len(self._waiting) >= self.slots + self.limits.max_waiting:
+            return error(
+                types_pb2.ERROR_CODE_OVERLOADED,
+                f"{len(self._waiting)} requests wait in the engine, the limit is {self.limits.max_waiting}",
+                retryable=True,
+            )
+        return None
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Step:
+        """The next step; empty when there is nothing to compute (its operations still count)."""
+        self._expire(now)
+        self._compact()
+        decodes: list[Sequence] = []
+        context = 0
+        for sequence in self._running:
+            # An older one may have just pushed it out.
+            if sequence.lane is None or not sequence.prefilled:
+                continue
+            tokens = len(sequence.ids)
+            if tokens > sequence.lane.blocks * self.limits.block_tokens and not self._grow(sequence, tokens, now):
+                continue
+            decodes.append(sequence)
+            context += tokens
+        rows, outputs = list(decodes), list(range(len(decodes)))
+        chunks = self._chunks(self.chunk_tokens if decodes else self._idle_chunk(), len(decodes), rows, outputs, now)
+        prefill = 0
+        for chunk in chunks:
+            prefill += chunk.count
+        return Step(self.kv.take_operations(), decodes, chunks, rows, outputs, prefill, context)
+
+    def complete(self, step: Step, drawn: Drawn, now: float) -> None:
+        """The step has been computed, and these ids were drawn."""
+        for place, chunk in enumerate(step.chunks):
+            self._computed(chunk, drawn.prompt_logprobs.get(place), now)
+        logprobs, errors, ended = drawn.logprobs, drawn.errors, drawn.ended
+        plain = not (logprobs or errors or ended)
+        for row, (sequence, token) in enumerate(zip(step.rows, drawn.ids, strict=True)):
+            # Cancelled while it was computed.
+            if sequence.lane is None:
+                continue
+            if plain:
+                self._append(sequence, token, None, False, now)
+            elif row in errors:
+                self._end(sequence, types_pb2.OUTCOME_FAILED, now, errors[row])
+            else:
+                self._append(sequence, token, logprobs.get(row), row in ended, now)
+
+    def abandon(self, step: Step, now: float) -> None:
+        """The step was broken off: whatever it had computed is undone and will be computed again."""
+        for chunk in step.chunks:
+            for twin, lane in chunk.forks:
+                self._put_back(twin, lane, now)
+        touched = [*step.decodes, *(chunk.sequence for chunk in step.chunks)]
+        for sequence in touched:
+            if sequence.lane is not None:
+                self.kv.undo(sequence.lane, sequence.computed)
+
+    def fail(self, step: Step, why: types_pb2.Error, now: float) -> None:
+        """The step broke: all requests in it fail, the others go on."""
+        self.abandon(step, now)
+        for sequence in [*step.decodes, *(chunk.sequence for chunk in step.chunks)]:
+            for other in list(sequence.state.sequences):
+                if not other.ended:
+                    self._end(other, types_pb2.OUTCOME_FAILED, now, why)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def take_results(self) -> tuple[list[Delta], list[BlockChange]]:
+        """What has come since the last call."""
+        deltas, self._deltas = self._deltas, []
+        return deltas, self.kv.take_changes()
+
+    def take_released(self) -> list[Sequence]:
+        """Sequences that have ended since the last call, for an engine that keeps something for each."""
+        released, self._released = self._released, []
+        return released
+
+    @property
+    def idle(self) -> bool:
+        return not self._states
+
+    def load(self, iteration: int) -> worker_pb2.Load:
+        """All counts are made from what is there now; none is moved by hand."""
+        waiting = running = waiting_prompt = running_prompt = context = 0
+        for state in self._states.values():
+            if state.admitted_s is None:
+                waiting += 1
+                waiting_prompt += len(state.request.prompt_ids)
+                continue
+            running += 1
+            for sequence in state.sequences:
+                if sequence.ended:
+                    continue
+                if sequence.lane is None:
+                    waiting_prompt += len(sequence.ids) - 1 if sequence.drawn else 0
+                elif sequence.prefilled:
+                    context += len(sequence.ids)
+                else:
+                    running_prompt += len(sequence.ids) - sequence.computed
+        return worker_pb2.Load(
+            waiting_requests=waiting,
+            running_requests=running,
+            waiting_prompt_tokens=waiting_prompt,
+            running_prompt_tokens=running_prompt,
+            context_tokens=context,
+            kv_blocks_total=self.kv.total_blocks,
+            kv_blocks_used=self.kv.used_blocks,
+            kv_blocks_cached=self.kv.cached_blocks,
+            slots=self.slots,
+            iteration=iteration,
+            prompt_tokens_total=self.prompt_tokens_total,
+            cached_prompt_tokens_total=self.cached_prompt_tokens_total,
+            completion_tokens_total=self.completion_tokens_total,
+        )
+
+    # --- inside: choosing --------------------------------------------------------------------------------------------
+
+    def _idle_chunk(self) -> int:
+        return max(self.chunk_tokens, self.limits.idle_chunk_tokens)
+
+    def _chunks(self, budget: int, output: int, rows: list[Sequence], outputs: list[int], now: float) -> list[Chunk]:
+        """Parts of prompts for this step: those begun first, then those that wait."""
+        chunks: list[Chunk] = []
+        # A copy: a fork takes its place among the running, and its prompt is not to be computed.
+        for sequence in list(self._running):
+            if budget <= 0:
+                return chunks
+            if sequence.lane is not None and not sequence.prefilled:
+                budget, output = self._chunk(sequence, budget, output, chunks, rows, outputs, now)
+        while budget > 0 and (newcomer := self._admit(now)) is not None:
+            budget, output = self._chunk(newcomer, budget, output, chunks, rows, outputs, now)
+        return chunks
+
+    def _chunk(
+        self,
+        sequence: Sequence,
+        budget: int,
+        output: int,
+        chunks: list[Chunk],
+        rows: list[Sequence],
+        outputs: list[int],
+        now: float,
+    ) -> tuple[int, int]:
+        lane, state = sequence.lane, sequence.state
+        assert lane is not None
+        all_logits = state.request.logprobs.prompt and not state.announced and sequence.choice == 0
+        if state.request.reuse_prefix and not all_logits:
+            there = self.kv.advance(lane, sequence.ids, sequence.computed)
+            self._count_cached(sequence, there - sequence.computed)
+            sequence.computed = there
+        count = min(budget, len(sequence.ids) - sequence.computed)
+        last = sequence.computed + count == len(sequence.ids)
+        chunk = Chunk(sequence, lane, sequence.computed, count, last, all_logits)
+        chunks.append(chunk)
+        if last:
+            if sequence.drawn == 0:
+                self._plan_forks(chunk, now)
+            drawers = [sequence, *(twin for twin, _ in chunk.forks)]
+            rows.extend(drawers)
+            outputs.extend([output + (count - 1 if all_logits else 0)] * len(drawers))
+        return budget - count, output + (count if all_logits else int(last))
+
+    def _admit(self, now: float) -> Sequence | None:
+        """The first of those waiting, when there is a slot and room for its ids."""
+        if not self._waiting or self._seated >= self.slots:
+            return None
+        sequence = self._waiting[0]
+        state = sequence.state
+        # Each running sequence may need a block soon; without that room it would push the newcomer out again.
+        lane = self.kv.admit(
+            sequence.ids,
+            state.scope,
+            reuse=state.request.reuse_prefix and not state.request.logprobs.prompt,
+            headroom=self._seated,
+        )
+        if lane is None:
+            return None
+        del self._waiting[0]
+        self._seat(sequence, lane, now)
+        sequence.computed = len(lane.path) * self.limits.block_tokens
+        if state.admitted_s is None:
+            state.admitted_s = now
+        self._count_cached(sequence, sequence.computed)
+        return sequence
+
+    def _seat(self, sequence: Sequence, lane: Lane, now: float) -> None:
+        sequence.settle(now)
+        sequence.lane = lane
+        self._seated += 1
+        bisect.insort(self._running, sequence, key=_order)
+
+    def _unseat(self, sequence: Sequence, now: float, *, keep: bool) -> None:
+        lane = sequence.lane
+        assert lane is not None
+        sequence.settle(now)
+        self.kv.close(lane, sequence.ids, sequence.computed, keep=keep)
+        sequence.lane = None
+        self._seated -= 1
+
+    def _plan_forks(self, chunk: Chunk, now: float) -> None:
+        """Gives the other choices their lanes; those for which there is no slot or room queue for themselves."""
+        first = chunk.sequence
+        for twin in first.state.sequences:
+            if twin is first or twin.ended or twin.lane is not None or twin.drawn or self._is_waiting(twin):
+                continue
+            lane = self.kv.fork(chunk.lane) if self._seated < self.slots else None
+            if lane is None:
+                self._enqueue(twin)
+                continue
+            self._seat(twin, lane, now)
+            chunk.forks.append((twin, lane))
+
+    def _grow(self, sequence: Sequence, tokens: int, now: float) -> bool:
+        """Room for the sequence's next id, at the cost of younger ones; False when it is itself the youngest."""
+        lane = sequence.lane
+        assert lane is not None
+        sequence.settle(now)
+        while not self.kv.grow(lane, tokens):
+            victim = next(other for other in reversed(self._running) if other.lane is not None)
+            self._preempt(victim, now)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        # What it has computed stays for reuse while nobody needs the room: then going on costs little.
+        self._unseat(sequence, now, keep=sequence.request.reuse_prefix)
+        sequence.computed = 0
+        sequence.prefilled = False
+        self._enqueue(sequence)
+
+    # --- inside: accounting ------------------------------------------------------------------------------------------
+
+    def _computed(self, chunk: Chunk, prompt_logprobs: list[TokenLogprobs] | None, now: float) -> None:
+        sequence, lane = chunk.sequence, chunk.lane
+        if sequence.lane is not lane:
+            # It ended meanwhile, so its forks have nothing to share.
+            for twin, twin_lane in chunk.forks:
+                self._put_back(twin, twin_lane, now)
+            return
+        sequence.computed = chunk.start + chunk.count
+        self.kv.commit(lane, sequence.ids, sequence.computed)
+        if prompt_logprobs is not None:
+            if chunk.start == 0:
+                sequence.state.prompt_logprobs = []
+            sequence.state.prompt_logprobs.extend(prompt_logprobs)
+        if not chunk.last:
+            return
+        sequence.prefilled = True
+        for twin, twin_lane in chunk.forks:
+            if twin.lane is twin_lane:
+                twin.settle(now)
+                self.kv.join(twin_lane, lane, sequence.computed)
+                twin.computed = sequence.computed
+                twin.prefilled = True
+
+    def _append(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, must_end: bool, now: float
+    ) -> None:
+        state = sequence.state
+        ids = sequence.ids
+        index = len(ids) - sequence.prompt_tokens
+        # What was decoded is computed: all but the id that has just been drawn.
+        sequence.computed = len(ids)
+        ids.append(token)
+        state.completion_tokens += 1
+        self.completion_tokens_total += 1
+        if state.first_token_s is None:
+            state.first_token_s = now
+        delta = Delta(state.request.key, sequence.choice, index, [token])
+        if logprobs is not None:
+            delta.logprobs = [logprobs]
+        if not state.announced:
+            self._announce(state, delta)
+        self._deltas.append(delta)
+        drawn = index + 1
+        if must_end or (token in state.end_ids and drawn > state.request.stopping.min_tokens):
+            self._end(sequence, types_pb2.OUTCOME_STOP, now, delta=delta)
+        elif drawn >= state.context_left:
+            self._end(sequence, types_pb2.OUTCOME_LENGTH, now, delta=delta)
+
+    def _announce(self, state: _RequestState, delta: Delta) -> None:
+        """What goes with a request's first delta."""
+        state.announced = True
+        delta.cached_prompt_tokens = state.cached_prompt_tokens
+        if state.request.logprobs.prompt:
+            delta.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, []
+
+    def _count_cached(self, sequence: Sequence, tokens: int) -> None:
+        """Only the first choice's first way through the prompt counts: later ways are the worker's own affair."""
+        state = sequence.state
+        if tokens > 0 and sequence.choice == state.sequences[0].choice and not state.announced and not sequence.drawn:
+            state.cached_prompt_tokens += tokens
+            self.cached_prompt_tokens_total += tokens
+
+    def _end(
+        self,
+        sequence: Sequence,
+        outcome: Outcome,
+        now: float,
+        why: types_pb2.Error | None = None,
+        delta: Delta | None = None,
+    ) -> None:
+        """The one way out: everything it held is free, and its finish is on its way."""
+        state = sequence.state
+        sequence.ended = True
+        if sequence.lane is not None:
+            keep = sequence.request.reuse_prefix and outcome != types_pb2.OUTCOME_FAILED
+            self._unseat(sequence, now, keep=keep)
+        else:
+            self._dequeue(sequence)
+        state.open_choices -= 1
+        if state.open_choices == 0:
+            del self._states[state.request.key]
+        self._released.append(sequence)
+        if delta is None:
+            delta = Delta(state.request.key, sequence.choice, sequence.drawn, [])
+            self._deltas.append(delta)
+        admitted = state.admitted_s if state.admitted_s is not None else now
+        first = state.first_token_s if state.first_token_s is not None else now
+        delta.finish = Finish(
+            outcome=outcome,
+            error=why,
+            prompt_tokens=len(state.request.prompt_ids),
+            cached_prompt_tokens=state.cached_prompt_tokens,
+            completion_tokens=state.completion_tokens,
+            queue_s=admitted - state.submitted_s,
+            prefill_s=max(0.0, first - admitted),
+            decode_s=max(0.0, now - first),
+            kv_block_s=sum(other.kv_block_s for other in state.sequences),
+        )
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, key = heapq.heappop(self._deadlines)
+            self.cancel(key, None, types_pb2.OUTCOME_DEADLINE, now)
+
+    def _start_orphans(self, state: _RequestState) -> None:
+        first = next((sequence for sequence in state.sequences if not sequence.ended), None)
+        if first is not None and first.lane is None and not first.drawn and not self._is_waiting(first):
+            self._enqueue(first)
+
+    def _put_back(self, twin: Sequence, lane: Lane, now: float) -> None:
+        """A fork that cannot join queues for itself."""
+        if twin.lane is lane:
+            self._unseat(twin, now, keep=False)
+            self._enqueue(twin)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        bisect.insort(self._waiting, sequence, key=_order)
+
+    def _place(self, sequence: Sequence) -> int:
+        """Its index among those that wait; -1 = it does not."""
+        index = bisect.bisect_left(self._waiting, sequence.order, key=_order)
+        return index if index < len(self._waiting) and self._waiting[index] is sequence else -1
+
+    def _is_waiting(self, sequence: Sequence) -> bool:
+        return self._place(sequence) >= 0
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        if (index := self._place(sequence)) >= 0:
+            del self._waiting[index]
+
+    def _compact(self) -> None:
+        self._running = [sequence for sequence in self._running if sequence.lane is not None]
+
+
+def _order(sequence: Sequence) -> tuple[float, int, int]:
+    return sequence.order

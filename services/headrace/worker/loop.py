@@ -1,0 +1,295 @@
+"""An engine that batches here: a thread that drives the batch composer and a *backend*, which computes its steps.
+
+The thread owns composer and backend; commands come in through a mailbox and each step's results go out in one call.
+While the backend computes (llama.cpp and waiting both release the GIL), the event loop builds and writes the frames
+of the step before.
+
+What this module leaves to others: what a step holds (``composer.py``), how it is computed (``engines/``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.errors import EngineError, error
+from headrace.v1 import types_pb2, worker_pb2
+from headrace.worker.composer import Composer, Drawn, Limits, Sequence, Step
+from headrace.worker.engine import Outcome, Request, StepCost, StepResult
+from headrace.worker.kv import HashBlocks
+
+log = logging.getLogger(__name__)
+
+#: While there is work, the published load is renewed so often; making it goes through all requests.
+_LOAD_EVERY_S = 0.05
+#: A step that gives up less than this is not worth breaking off.
+_INTERRUPT_FROM_TOKENS = 64
+#: Steps that may fail one after another before the engine counts as broken.
+_MAX_FAILURES = 3
+
+
+class Interrupted(Exception):
+    """The step was broken off, as asked for; what it computed does not count."""
+
+
+class Backend(Protocol):
+    """Computes steps. All but ``interrupt``, ``check`` and ``describe`` are called from the loop's thread only."""
+
+    def open(self) -> Limits:
+        """Loads and warms up. Raises ModelError or EngineError."""
+
+    def describe(self) -> types_pb2.ModelDescription:
+        """After ``open``; without the limits, which the loop adds."""
+
+    async def check(self, request: Request) -> types_pb2.Error | None:
+        """See ``Engine.check``; on the event loop's thread."""
+
+    def execute(self, step: Step) -> Drawn:
+        """Applies the operations, computes, draws. Raises Interrupted; or EngineError, after which it can go on."""
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is over; what the backend kept in ``sequence.sampler`` can go."""
+
+    def interrupt(self) -> None:
+        """Breaks off the step under way, or the next one. From any thread."""
+
+    def close(self) -> None:
+        """Frees everything. Also after a failed ``open``."""
+
+    async def aclose(self) -> None:
+        """Ends what ``check`` has started; on the event loop's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    key: int
+    choice: int | None
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _SetLimits:
+    chunk_tokens: int | None
+    slots: int | None
+
+
+_Command = Request | _Cancel | _SetLimits
+
+
+class BatchLoop:
+    """An ``Engine`` around a backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        hash_blocks: HashBlocks | None = None,
+        keep_prefixes: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._hash_blocks = hash_blocks
+        self._keep_prefixes = keep_prefixes
+        self._clock = clock
+        self._mailbox: deque[_Command] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._limits: Limits | None = None
+        self._load = worker_pb2.Load()
+        self._load_s = 0.0
+        self._iteration = 0
+        self._step_began_s: float | None = None
+        #: The requests of a step that is worth breaking off; those of them that have been cancelled meanwhile.
+        self._interruptible: frozenset[int] = frozenset()
+        self._cancelled: set[int] = set()
+        self._on_step: Callable[[StepResult], None] = lambda result: None
+        self._on_failure: Callable[[str], None] = lambda reason: None
+
+    # --- the engine protocol, on the event loop's thread --------------------------------------------------------------
+
+    async def start(self, on_step: Callable[[StepResult], None], on_failure: Callable[[str], None]) -> None:
+        """See ``Engine.start``."""
+        self._on_step, self._on_failure = on_step, on_failure
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[Limits] = loop.create_future()
+
+        def tell(limits: Limits | None, failure: BaseException | None) -> None:
+            if opened.done():
+                return
+            if failure is not None:
+                opened.set_exception(failure)
+            elif limits is not None:
+                opened.set_result(limits)
+
+        def main() -> None:
+            try:
+                limits = self._backend.open()
+            except BaseException as failure:
+                self._backend.close()
+                loop.call_soon_threadsafe(tell, None, failure)
+                return
+            self._run(limits, lambda: _ignore(loop.call_soon_threadsafe(tell, limits, None)))
+
+        self._thread = threading.Thread(target=main, name="engine", daemon=True)
+        self._thread.start()
+        self._limits = await opened
+
+    def describe(self) -> types_pb2.ModelDescription:
+        """See ``Engine.describe``."""
+        limits = self._limits
+        assert limits is not None, "describe comes after start"
+        description = self._backend.describe()
+        description.block_tokens = limits.block_tokens
+        description.kv_blocks = limits.kv_blocks
+        description.slots = limits.slots
+        description.context_tokens = limits.context_tokens
+        return description
+
+    async def check(self, request: Request) -> types_pb2.Error | None:
+        """See ``Engine.check``."""
+        return await self._backend.check(request)
+
+    def submit(self, request: Request) -> types_pb2.Error | None:
+        """See ``Engine.submit``. What only the composer can refuse comes as a finish."""
+        if self._stopping or self._thread is None or not self._thread.is_alive():
+            return error(types_pb2.ERROR_CODE_UNAVAILABLE, "the engine is stopped", retryable=True)
+        limits = self._limits
+        if limits is not None and len(self._mailbox) > limits.slots + limits.max_waiting:
+            return error(types_pb2.ERROR_CODE_OVERLOADED, "the engine's mailbox is full", retryable=True)
+        self._post(request)
+        return None
+
+    def cancel(self, key: int, choice: int | None, outcome: Outcome) -> None:
+        """See ``Engine.cancel``."""
+        self._post(_Cancel(key, choice, outcome))
+        interruptible = self._interruptible
+        if choice is None and key in interruptible:
+            self._cancelled.add(key)
+            if interruptible <= self._cancelled:
+                self._backend.interrupt()
+
+    def set_limits(self, chunk_tokens: int | None, slots: int | None) -> None:
+        """See ``Engine.set_limits``."""
+        self._post(_SetLimits(chunk_tokens, slots))
+
+    def load(self) -> worker_pb2.Load:
+        """See ``Engine.load``."""
+        load = worker_pb2.Load()
+        load.CopyFrom(self._load)
+        return load
+
+    def step_age_s(self) -> float:
+        """See ``Engine.step_age_s``."""
+        began = self._step_began_s
+        return 0.0 if began is None else max(0.0, self._clock() - began)
+
+    async def stop(self) -> None:
+        """See ``Engine.stop``."""
+        self._stopping = True
+        self._wake.set()
+        self._backend.interrupt()
+        thread = self._thread
+        if thread is not None:
+            await asyncio.to_thread(thread.join, 10.0)
+            if thread.is_alive():
+                log.error("the engine's thread does not end: its step hangs")
+        await self._backend.aclose()
+
+    def _post(self, command: _Command) -> None:
+        self._mailbox.append(command)
+        self._wake.set()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self, limits: Limits, started: Callable[[], None]) -> None:
+        composer = Composer(limits, self._hash_blocks, keep_prefixes=self._keep_prefixes)
+        try:
+            self._publish(composer, self._clock())
+            started()
+            failures = 0
+            while not self._stopping:
+                if composer.idle and not self._mailbox:
+                    self._wake.wait()
+                self._wake.clear()
+                now = self._clock()
+                self._take_commands(composer, now)
+                failures = failures + 1 if not self._step(composer, now) else 0
+                if failures >= _MAX_FAILURES:
+                    raise EngineError(f"{failures} steps in a row failed")
+        except BaseException as failure:
+            log.exception("the engine broke")
+            self._on_failure(str(failure) or type(failure).__name__)
+        finally:
+            self._backend.close()
+
+    def _take_commands(self, composer: Composer, now: float) -> None:
+        while self._mailbox:
+            command = self._mailbox.popleft()
+            if isinstance(command, Request):
+                refusal = composer.submit(command, now)
+                if refusal is not None:
+                    composer.reject(command, refusal)
+            elif isinstance(command, _Cancel):
+                composer.cancel(command.key, command.choice, command.outcome, now)
+            else:
+                limits = composer.limits
+                if command.chunk_tokens:
+                    composer.chunk_tokens = min(command.chunk_tokens, limits.idle_chunk_tokens)
+                if command.slots:
+                    composer.slots = min(command.slots, limits.slots)
+
+    def _step(self, composer: Composer, now: float) -> bool:
+        """One iteration; False when the backend could not compute it."""
+        step = composer.plan(now)
+        cost, good = None, True
+        if not step.empty or step.operations:
+            self._step_began_s = now
+            try:
+                self._guard(step)
+                drawn = self._backend.execute(step)
+                ended = self._clock()
+                composer.complete(step, drawn, ended)
+                if not step.empty:
+                    self._iteration += 1
+                    cost = StepCost(step.prefill_tokens, len(step.decodes), step.context_tokens, ended - now)
+                    now = ended
+            except Interrupted:
+                composer.abandon(step, self._clock())
+            except EngineError as failure:
+                log.error("a step of %d requests failed: %s", len(step.decodes) + len(step.chunks), failure)
+                why = error(types_pb2.ERROR_CODE_INTERNAL, f"the engine failed: {failure}", retryable=True)
+                composer.fail(step, why, self._clock())
+                good = False
+            finally:
+                self._step_began_s = None
+                self._interruptible = frozenset()
+        deltas, blocks = composer.take_results()
+        for sequence in composer.take_released():
+            self._backend.release(sequence)
+        if composer.idle or now - self._load_s >= _LOAD_EVERY_S:
+            self._publish(composer, now)
+        if deltas or blocks or cost is not None:
+            self._on_step(StepResult(self._iteration, deltas, cost, blocks))
+        return good
+
+    def _guard(self, step: Step) -> None:
+        """Lets a cancellation break the step off when nobody else needs it."""
+        if step.prefill_tokens >= _INTERRUPT_FROM_TOKENS:
+            self._cancelled.clear()
+            touched = [*step.decodes, *(chunk.sequence for chunk in step.chunks)]
+            self._interruptible = frozenset(sequence.request.key for sequence in touched)
+
+    def _publish(self, composer: Composer, now: float) -> None:
+        self._load = composer.load(self._iteration)
+        self._load_s = now
+
+
+def _ignore(_: object) -> None:
+    """For a call whose answer says nothing."""

@@ -1,0 +1,719 @@
+"""The worker's driver: streams become calls of the engine, step results become frames; membership and health.
+
+Each iteration of the engine makes one call on the loop (``_on_step``), which sorts its deltas to the routers' streams;
+``serving.Outbox`` turns what is ready into one message. A router that does not read is cut when its outbox is full, and
+with its stream all its requests end.
+
+States: STARTING (loads), READY, DRAINING (takes nothing new, finishes what runs), UNHEALTHY (a step hangs, or the
+engine is gone). What this module leaves to others: what a request may be (``validate.py``), batching, KV, engines,
+and the calls that the worker makes itself (``links.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headrace import metrics, models, serving, tracing
+from headrace.config import Config, ModelConfig, WorkerConfig
+from headrace.errors import ConfigError, EngineError, error
+from headrace.serving import Outbox, Service, StreamError, exchange
+from headrace.v1 import cache_pb2, scheduler_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from headrace.worker.blocks import BlockLog
+from headrace.worker.engine import Delta, Engine, Finish, Outcome, Request, StepCost, StepResult, TokenLogprobs
+from headrace.worker.links import CacheLink, SchedulerLink
+from headrace.worker.validate import request_of
+
+log = logging.getLogger(__name__)
+
+FULL_NAME = "headrace.v1.WorkerService"
+
+STARTING = worker_pb2.WORKER_STATE_STARTING
+READY = worker_pb2.WORKER_STATE_READY
+DRAINING = worker_pb2.WORKER_STATE_DRAINING
+UNHEALTHY = worker_pb2.WORKER_STATE_UNHEALTHY
+
+#: Deltas that wait for one router's stream; some 10 s of a full batch.
+_MAX_UNREAD = 32768
+_DELTAS_IN_MESSAGE = 4096
+_STEPS_IN_REPORT = 64
+
+#: What a router may give as the reason of a cancellation, and how the request then ends.
+_CANCEL_OUTCOMES = {
+    types_pb2.OUTCOME_STOP: types_pb2.OUTCOME_STOP,
+    types_pb2.OUTCOME_DEADLINE: types_pb2.OUTCOME_DEADLINE,
+}
+_OUTCOME_NAMES = {
+    types_pb2.OUTCOME_STOP: "stop",
+    types_pb2.OUTCOME_LENGTH: "length",
+    types_pb2.OUTCOME_DEADLINE: "deadline",
+    types_pb2.OUTCOME_CANCELLED: "cancelled",
+    types_pb2.OUTCOME_REJECTED: "rejected",
+    types_pb2.OUTCOME_FAILED: "failed",
+}
+
+_Frame = worker_pb2.RunWelcome | worker_pb2.TokenDelta
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A request that has not ended, on its router's stream."""
+
+    stream: _RouterStream
+    key: int
+    number: int
+    epoch: int
+    request_id: str
+    choices: int
+    span: tracing.Span
+    began_ns: int
+    submitted_s: float
+    #: Its grammar is being compiled: the engine does not know it yet.
+    checking: asyncio.Task[None] | None = None
+    ended: set[int] = field(default_factory=set)
+
+
+class _RouterStream:
+    """One Run stream."""
+
+    def __init__(self) -> None:
+        self.router_id = ""
+        self.greeted = False
+        self.outbox: Outbox[_Frame] = Outbox(_MAX_UNREAD, batch=_DELTAS_IN_MESSAGE)
+        #: The router does not read.
+        self.overflow = asyncio.Event()
+        self.requests: dict[int, _Open] = {}
+
+
+class WorkerMetrics(Collector):
+    """Gauges are read from the engine when somebody looks."""
+
+    def __init__(self, registry: CollectorRegistry, load: Callable[[], worker_pb2.Load]) -> None:
+        self._load = load
+        self.finished = dict.fromkeys(_OUTCOME_NAMES.values(), 0)
+        self.steps = 0
+        self.queue = Histogram(
+            "headrace_worker_queue_seconds",
+            "From arrival to the engine's start",
+            buckets=metrics.WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        self.prefill = Histogram(
+            "headrace_worker_prefill_seconds",
+            "From the engine's start to the first id",
+            buckets=metrics.TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.step = Histogram(
+            "headrace_worker_step_seconds",
+            "One engine iteration",
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
+            registry=registry,
+        )
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        # Without it, registering would collect once, for the names.
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        load = self._load()
+        finished = CounterMetricFamily("headrace_worker_requests", "Choices that ended, by outcome", labels=["outcome"])
+        for outcome, count in self.finished.items():
+            finished.add_metric([outcome], count)
+        yield finished
+        requests = GaugeMetricFamily("headrace_worker_open_requests", "Requests now", labels=["state"])
+        requests.add_metric(["waiting"], load.waiting_requests)
+        requests.add_metric(["running"], load.running_requests)
+        yield requests
+        blocks = GaugeMetricFamily("headrace_worker_kv_blocks", "KV blocks", labels=["state"])
+        blocks.add_metric(["used"], load.kv_blocks_used)
+        blocks.add_metric(["cached"], load.kv_blocks_cached)
+        blocks.add_metric(["free"], load.kv_blocks_total - load.kv_blocks_used - load.kv_blocks_cached)
+        yield blocks
+        tokens = CounterMetricFamily("headrace_worker_tokens", "Tokens", labels=["kind"])
+        tokens.add_metric(["prompt"], load.prompt_tokens_total)
+        tokens.add_metric(["cached_prompt"], load.cached_prompt_tokens_total)
+        tokens.add_metric(["completion"], load.completion_tokens_total)
+        yield tokens
+        yield CounterMetricFamily("headrace_worker_iterations", "Engine iterations", value=load.iteration)
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """The rpcs, and what stands between them and the engine. ``start`` must be awaited; ``watch`` runs beside."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        registry: CollectorRegistry,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.worker_id = config.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+        self.instance_id = uuid.uuid4().hex
+        self.state = STARTING
+        self.description = types_pb2.ModelDescription()
+        self.blocks = BlockLog()
+        #: Called after each change of state, and after new block events.
+        self.on_state: Callable[[], None] = lambda: None
+        self.on_blocks: Callable[[], None] = lambda: None
+        self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._config = config
+        self._engine = engine
+        self._now = now
+        self._metrics = WorkerMetrics(registry, engine.load)
+        self._steps: deque[StepCost] = deque(maxlen=_STEPS_IN_REPORT)
+        self._streams: set[_RouterStream] = set()
+        self._open: dict[int, _Open] = {}
+        self._keys = 0
+        self._iteration = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self, model: str) -> None:
+        """Starts the engine; READY when this returns. Raises ModelError or EngineError."""
+        loop = asyncio.get_running_loop()
+
+        def on_step(result: StepResult) -> None:
+            _call_soon(loop, self._on_step, result)
+
+        def on_failure(reason: str) -> None:
+            _call_soon(loop, self._on_failure, reason)
+
+        await self._engine.start(on_step, on_failure)
+        self.description = self._engine.describe()
+        self.description.model = model
+        # It may have been told to leave meanwhile.
+        if self.state == STARTING:
+            self._set_state(READY)
+
+    async def watch(self) -> None:
+        """The watchdog: a step that takes too long makes the worker unhealthy, its end makes it ready again."""
+        limit_s = self._config.stall_timeout_s
+        while True:
+            await asyncio.sleep(min(1.0, limit_s / 4))
+            age_s = self._engine.step_age_s()
+            if self.state == READY and age_s > limit_s:
+                log.error("the engine's step has been running for %.1f s (limit %.1f s)", age_s, limit_s)
+                self._set_state(UNHEALTHY)
+                self._end_streams("the engine is stuck")
+            elif self.state == UNHEALTHY and age_s < limit_s and not self.failure.done():
+                log.info("the engine's step came to its end")
+                self._set_state(READY)
+
+    async def drain(self) -> None:
+        """Takes nothing new and returns when all that runs has ended."""
+        if self.state in (STARTING, READY):
+            self._set_state(DRAINING)
+        await self._idle.wait()
+        # The last frames are on their way when the outboxes are empty.
+        self._end_streams("the worker is leaving")
+
+    async def stop(self) -> None:
+        """Ends the engine, and with it whatever still runs."""
+        self._end_streams("the worker is leaving")
+        await self._engine.stop()
+
+    def load(self) -> worker_pb2.Load:
+        """As it is now, without the steps."""
+        load = self._engine.load()
+        load.state = self.state
+        return load
+
+    def report(self) -> worker_pb2.Load:
+        """The load with the steps since the last report."""
+        load = self.load()
+        load.steps.extend(
+            worker_pb2.StepReport(
+                prefill_tokens=step.prefill_tokens,
+                decode_tokens=step.decode_tokens,
+                context_tokens=step.context_tokens,
+                duration_us=int(step.duration_s * 1e6),
+            )
+            for step in self._steps
+        )
+        self._steps.clear()
+        return load
+
+    def on_command(self, command: scheduler_pb2.JoinResponse) -> None:
+        """What the scheduler wants."""
+        match command.WhichOneof("command"):
+            case "drain":
+                if self.state == READY:
+                    self._set_state(DRAINING)
+            case "set_limits":
+                limits = command.set_limits
+                self._engine.set_limits(
+                    limits.chunk_tokens if limits.HasField("chunk_tokens") else None,
+                    limits.slots if limits.HasField("slots") else None,
+                )
+
+    def _set_state(self, state: worker_pb2.WorkerState) -> None:
+        self.state = state
+        self.on_state()
+
+    def _on_failure(self, reason: str) -> None:
+        if not self.failure.done():
+            self.failure.set_result(reason)
+        self._set_state(UNHEALTHY)
+        self._end_streams("the engine is gone")
+
+    def _end_streams(self, reason: str) -> None:
+        for stream in self._streams:
+            stream.outbox.close(StreamError(grpc.StatusCode.UNAVAILABLE, reason))
+
+    # --- rpcs --------------------------------------------------------------------------------------------------------
+
+    async def Run(
+        self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """A router's stream."""
+        if self.state in (STARTING, UNHEALTHY):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is not ready")
+        stream = _RouterStream()
+        self._streams.add(stream)
+
+        def receive(message: worker_pb2.RunRequest) -> None:
+            self._from_router(stream, message)
+
+        talk = asyncio.create_task(
+            exchange(request_iterator, context, receive=receive, outbox=stream.outbox, encode=self._frame)
+        )
+        overflow = asyncio.create_task(stream.overflow.wait())
+        try:
+            await asyncio.wait((talk, overflow), return_when=asyncio.FIRST_COMPLETED)
+            if not talk.done():
+                log.warning("router %s does not read: its stream is cut", stream.router_id)
+                # Not an abort: a status would queue behind what is not being read. This resets the stream.
+                raise asyncio.CancelledError
+            await talk
+        finally:
+            self._streams.discard(stream)
+            for open_ in list(stream.requests.values()):
+                self._abandon(open_)
+            for task in (talk, overflow):
+                task.cancel()
+            await asyncio.gather(talk, overflow, return_exceptions=True)
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.DescribeResponse:
+        """Who it is."""
+        return worker_pb2.DescribeResponse(
+            worker_id=self.worker_id, instance_id=self.instance_id, description=self.description, state=self.state
+        )
+
+    async def GetLoad(
+        self, request: worker_pb2.GetLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.GetLoadResponse:
+        """What it holds."""
+        return worker_pb2.GetLoadResponse(load=self.load())
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def _from_router(self, stream: _RouterStream, message: worker_pb2.RunRequest) -> None:
+        if not stream.greeted:
+            if not message.HasField("hello"):
+                raise StreamError(grpc.StatusCode.INVALID_ARGUMENT, "the first message must have a hello")
+            if (wanted := message.hello.instance_id) and wanted != self.instance_id:
+                raise StreamError(
+                    grpc.StatusCode.FAILED_PRECONDITION, f"this is instance {self.instance_id}, not {wanted}"
+                )
+            stream.greeted = True
+            stream.router_id = message.hello.router_id
+            stream.outbox.put(
+                worker_pb2.RunWelcome(
+                    worker_id=self.worker_id, instance_id=self.instance_id, description=self.description
+                )
+            )
+        for submit in message.submits:
+            self._submit(stream, submit)
+        for cancel in message.cancels:
+            self._cancel(stream, cancel)
+
+    def _submit(self, stream: _RouterStream, submit: worker_pb2.Submit) -> None:
+        if submit.request in stream.requests:
+            raise StreamError(grpc.StatusCode.INVALID_ARGUMENT, f"request number {submit.request} is in use")
+        self._keys += 1
+        span = tracing.start("worker.run", submit.trace.traceparent, kind="server", tracestate=submit.trace.tracestate)
+        open_ = _Open(
+            stream=stream,
+            key=self._keys,
+            number=submit.request,
+            epoch=submit.epoch,
+            request_id=submit.request_id,
+            choices=max(len(submit.sampling.seeds), 1),
+            span=span,
+            began_ns=time.time_ns(),
+            submitted_s=self._now(),
+        )
+        stream.requests[submit.request] = self._open[open_.key] = open_
+        self._idle.clear()
+        if span.recording:
+            _describe_span(span, submit)
+        if (refusal := self._not_now()) is not None:
+            self._refuse(open_, refusal)
+            return
+        request = request_of(submit, open_.key, self.description, self._now)
+        if isinstance(request, types_pb2.Error):
+            self._refuse(open_, request)
+        elif request.guided is not None:
+            open_.checking = asyncio.create_task(self._check(open_, request))
+        elif (refusal := self._engine.submit(request)) is not None:
+            self._refuse(open_, refusal)
+
+    def _not_now(self) -> types_pb2.Error | None:
+        if self.state == DRAINING:
+            return error(types_pb2.ERROR_CODE_DRAINING, "the worker is draining", retryable=True)
+        if self.state != READY:
+            return error(types_pb2.ERROR_CODE_UNAVAILABLE, "the worker is not ready", retryable=True)
+        most = self.description.slots + self._config.max_waiting
+        if len(self._open) > most:
+            text = f"{most} requests are in the worker, its limit"
+            return error(types_pb2.ERROR_CODE_OVERLOADED, text, retryable=True)
+        return None
+
+    async def _check(self, open_: _Open, request: Request) -> None:
+        """Has its grammar compiled before the engine sees it."""
+        try:
+            refusal = await self._engine.check(request)
+        except asyncio.CancelledError:
+            raise
+        except Exception as failure:
+            log.exception("a request could not be checked")
+            refusal = error(types_pb2.ERROR_CODE_INTERNAL, f"it could not be checked: {failure}")
+        open_.checking = None
+        # Choices that were cancelled meanwhile have had their end.
+        if refusal is None:
+            refusal = self._not_now() or self._engine.submit(request)
+        if refusal is not None:
+            self._refuse(open_, refusal)
+            return
+        for choice in open_.ended:
+            self._engine.cancel(open_.key, choice, types_pb2.OUTCOME_CANCELLED)
+
+    def _cancel(self, stream: _RouterStream, cancel: worker_pb2.Cancel) -> None:
+        open_ = stream.requests.get(cancel.request)
+        # Its end may have crossed this on the way.
+        if open_ is None or open_.epoch != cancel.epoch:
+            return
+        outcome = _CANCEL_OUTCOMES.get(cancel.reason, types_pb2.OUTCOME_CANCELLED)
+        choice = cancel.choice if cancel.HasField("choice") else None
+        if open_.checking is None:
+            self._engine.cancel(open_.key, choice, outcome)
+            return
+        if choice is None:
+            open_.checking.cancel()
+        for each in range(open_.choices) if choice is None else (choice,):
+            self._finish(open_, each, outcome, None)
+
+    def _abandon(self, open_: _Open) -> None:
+        """Its stream is gone: nobody is left to be told."""
+        if open_.checking is not None:
+            open_.checking.cancel()
+        else:
+            self._engine.cancel(open_.key, None, types_pb2.OUTCOME_CANCELLED)
+        if open_.span.recording:
+            open_.span.set("headrace.outcome", "cancelled")
+            open_.span.fail("the router's stream ended")
+        self._metrics.finished["cancelled"] += open_.choices - len(open_.ended)
+        self._close(open_)
+
+    def _refuse(self, open_: _Open, why: types_pb2.Error) -> None:
+        for choice in range(open_.choices):
+            self._finish(open_, choice, types_pb2.OUTCOME_REJECTED, why)
+
+    def _finish(self, open_: _Open, choice: int, outcome: Outcome, why: types_pb2.Error | None) -> None:
+        """An end that did not come from the engine."""
+        if choice in open_.ended or choice >= open_.choices:
+            return
+        finish = Finish(outcome, why, 0, 0, 0, self._now() - open_.submitted_s, 0.0, 0.0, 0.0)
+        self._deliver(open_, Delta(open_.key, choice, 0, [], finish=finish))
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def _on_step(self, result: StepResult) -> None:
+        """What one iteration brought."""
+        self._iteration = result.iteration
+        if result.cost is not None:
+            self._steps.append(result.cost)
+            self._metrics.step.observe(result.cost.duration_s)
+        for delta in result.deltas:
+            open_ = self._open.get(delta.key)
+            if open_ is not None and delta.choice not in open_.ended:
+                self._deliver(open_, delta)
+        if result.blocks:
+            self.blocks.add(result.blocks)
+            self.on_blocks()
+
+    def _deliver(self, open_: _Open, delta: Delta) -> None:
+        message = worker_pb2.TokenDelta(
+            request=open_.number,
+            epoch=open_.epoch,
+            choice=delta.choice,
+            first_index=delta.first_index,
+            ids=delta.ids,
+            cached_prompt_tokens=delta.cached_prompt_tokens,
+        )
+        if delta.logprobs is not None:
+            message.logprobs.extend(_logprobs(each) for each in delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            message.prompt_logprobs.extend(_logprobs(each) for each in delta.prompt_logprobs)
+        if delta.finish is not None:
+            _fill_finish(message.finish, delta.finish)
+        outbox = open_.stream.outbox
+        if not outbox.closed and not outbox.put(message):
+            open_.stream.overflow.set()
+        if delta.finish is not None:
+            open_.ended.add(delta.choice)
+            self._metrics.finished[_OUTCOME_NAMES.get(delta.finish.outcome, "failed")] += 1
+            if len(open_.ended) == open_.choices:
+                self._end(open_, delta.finish)
+
+    def _end(self, open_: _Open, finish: Finish) -> None:
+        if finish.outcome != types_pb2.OUTCOME_REJECTED:
+            self._metrics.queue.observe(finish.queue_s)
+            if finish.completion_tokens:
+                self._metrics.prefill.observe(finish.prefill_s)
+        if open_.span.recording:
+            _end_span(open_, finish)
+        self._close(open_)
+
+    def _close(self, open_: _Open) -> None:
+        open_.span.end()
+        open_.stream.requests.pop(open_.number, None)
+        self._open.pop(open_.key, None)
+        if not self._open:
+            self._idle.set()
+
+    def _frame(self, items: list[_Frame]) -> worker_pb2.RunResponse:
+        frame = worker_pb2.RunResponse(iteration=self._iteration)
+        if isinstance(items[0], worker_pb2.RunWelcome):
+            frame.welcome.CopyFrom(items[0])
+            items = items[1:]
+        frame.deltas.extend(items)  # type: ignore[arg-type]
+        return frame
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], value: object) -> None:
+    try:
+        loop.call_soon_threadsafe(function, value)
+    except RuntimeError:
+        # The loop is closed: the process is going.
+        log.debug("a step came after the end")
+
+
+def _logprobs(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
+    message = types_pb2.TokenLogprobs()
+    message.drawn.id, message.drawn.logprob = logprobs.drawn
+    for token, logprob in logprobs.top:
+        message.top.add(id=token, logprob=logprob)
+    return message
+
+
+def _fill_finish(message: worker_pb2.TokenDelta.Finish, finish: Finish) -> None:
+    message.outcome = finish.outcome
+    if finish.error is not None:
+        message.error.CopyFrom(finish.error)
+    message.usage.prompt_tokens = finish.prompt_tokens
+    message.usage.cached_prompt_tokens = finish.cached_prompt_tokens
+    message.usage.completion_tokens = finish.completion_tokens
+    message.queue_s, message.prefill_s = finish.queue_s, finish.prefill_s
+    message.decode_s, message.kv_block_s = finish.decode_s, finish.kv_block_s
+
+
+def _describe_span(span: tracing.Span, submit: worker_pb2.Submit) -> None:
+    span.set("rpc.system.name", "grpc")
+    span.set("rpc.method", f"{FULL_NAME}/Run")
+    span.set("headrace.request_id", submit.request_id)
+    span.set("headrace.epoch", submit.epoch)
+    span.set("gen_ai.request.id", submit.request_id)
+    span.set("gen_ai.request.model", submit.model)
+    span.set("gen_ai.request.n", len(submit.sampling.seeds))
+    span.set("gen_ai.request.max_tokens", submit.stopping.max_tokens)
+    span.set("gen_ai.request.temperature", submit.sampling.temperature)
+    span.set("gen_ai.request.top_p", submit.sampling.top_p)
+
+
+def _end_span(open_: _Open, finish: Finish) -> None:
+    """The stages, known only now, and vLLM's attributes, for dashboards that were made for it."""
+    span, began_ns = open_.span, open_.began_ns
+    scheduled_ns = began_ns + int(finish.queue_s * 1e9)
+    first_ns = scheduled_ns + int(finish.prefill_s * 1e9)
+    end_ns = first_ns + int(finish.decode_s * 1e9)
+    tracing.record("worker.queue", span.traceparent, start_ns=began_ns, end_ns=scheduled_ns)
+    if finish.prefill_s or finish.completion_tokens:
+        prefill = {"headrace.cached_prompt_tokens": finish.cached_prompt_tokens}
+        tracing.record("worker.prefill", span.traceparent, start_ns=scheduled_ns, end_ns=first_ns, attributes=prefill)
+    if finish.completion_tokens:
+        decode = {"headrace.completion_tokens": finish.completion_tokens}
+        tracing.record("worker.decode", span.traceparent, start_ns=first_ns, end_ns=end_ns, attributes=decode)
+        span.set("gen_ai.latency.time_to_first_token", finish.queue_s + finish.prefill_s)
+    span.set("gen_ai.latency.time_in_queue", finish.queue_s)
+    span.set("gen_ai.latency.time_in_model_prefill", finish.prefill_s)
+    span.set("gen_ai.latency.time_in_model_decode", finish.decode_s)
+    span.set("gen_ai.latency.time_in_model_inference", finish.prefill_s + finish.decode_s)
+    span.set("gen_ai.latency.e2e", finish.queue_s + finish.prefill_s + finish.decode_s)
+    for old, new, value in (
+        ("prompt_tokens", "input_tokens", finish.prompt_tokens),
+        ("completion_tokens", "output_tokens", finish.completion_tokens),
+    ):
+        span.set(f"gen_ai.usage.{old}", value)
+        span.set(f"gen_ai.usage.{new}", value)
+    span.set("headrace.outcome", _OUTCOME_NAMES.get(finish.outcome, "failed"))
+    if finish.outcome in (types_pb2.OUTCOME_FAILED, types_pb2.OUTCOME_REJECTED):
+        span.fail(types_pb2.ErrorCode.Name(finish.error.code) if finish.error else "failed")
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def make_engine(config: WorkerConfig, model: ModelConfig, folder: models.ModelFolder) -> Engine:
+    """The engine that is asked for. Raises ConfigError."""
+    from headrace.worker.hashes import block_namer
+    from headrace.worker.loop import Backend, BatchLoop
+
+    backend: Backend
+    if config.engine == "llama_cpp":
+        from headrace.worker.engines.llama_cpp import LlamaBackend
+
+        backend = LlamaBackend(folder, config)
+    elif config.engine == "sim":
+        from headrace.worker.engines.sim import SimBackend, sim_limits
+        from headrace.worker.timing import Timing
+
+        timing = Timing(
+            prefill_tokens_per_s=config.sim_prefill_tokens_per_s,
+            step_s=config.sim_step_ms / 1000,
+            step_s_per_sequence=config.sim_step_ms_per_sequence / 1000,
+        )
+        backend = SimBackend(sim_limits(config, folder), timing, folder, output_tokens=config.sim_output_tokens)
+    else:
+        raise ConfigError(f"worker.engine: 'llama_cpp' or 'sim', got {config.engine!r}")
+    hash_blocks = block_namer(model.name, config.block_tokens) if config.prefix_cache else None
+    return BatchLoop(backend, hash_blocks=hash_blocks, keep_prefixes=config.prefix_cache)
+
+
+async def run(config: Config) -> None:
+    """Runs a worker until it is told to stop and has drained. Raises ConfigError, ModelError or EngineError."""
+    began_s = time.monotonic()
+    worker, model = config.worker, config.model(config.worker.model)
+    serving.configure_logging(config.telemetry)
+    tracing.setup("worker", config.telemetry)
+    # The engine's thread gives the interpreter away for a whole step and wants it back at once: 5 ms is half a step.
+    sys.setswitchinterval(0.0005)
+    try:
+        folder = await asyncio.to_thread(_prepare, model, needs_weights=worker.engine == "llama_cpp")
+        engine = make_engine(worker, model, folder)
+        await _serve(worker, model.name, engine, began_s)
+    finally:
+        await asyncio.to_thread(tracing.shutdown)
+
+
+def _prepare(model: ModelConfig, *, needs_weights: bool) -> models.ModelFolder:
+    said = ""
+
+    def progress(phase: str, fraction: float) -> None:
+        nonlocal said
+        if phase != said:
+            said = phase
+            log.info("model %s: %s", model.name, phase)
+
+    return models.prepare(model.source, model.quantization, weights=needs_weights, progress=progress)
+
+
+async def _serve(config: WorkerConfig, model: str, engine: Engine, began_s: float) -> None:
+    server = Service("worker", config.address, metrics_address=config.metrics_address)
+    servicer = WorkerService(config, engine, server.registry)
+    server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, FULL_NAME)
+    scheduler, cache = _links(config, model, servicer, lambda: server.address, began_s)
+    await server.start()
+
+    async def live() -> None:
+        await servicer.start(model)
+        servicer.on_state = lambda: _state_changed(server, servicer, scheduler)
+        servicer.on_blocks = cache.grown if cache is not None else servicer.on_blocks
+        server.spawn(servicer.watch(), "watchdog")
+        if scheduler is not None:
+            server.spawn(scheduler.run(), "scheduler link")
+        if cache is not None:
+            server.spawn(cache.run(), "cache link")
+        await server.announce(worker_id=servicer.worker_id, instance_id=servicer.instance_id)
+        # Whoever started this process starts it again.
+        raise EngineError(f"the engine is gone: {await servicer.failure}")
+
+    server.spawn(live(), "engine")
+
+    async def drain() -> None:
+        await servicer.drain()
+        if cache is not None:
+            cache.leave()
+
+    try:
+        await server.run_until_stopped(drain=drain, grace_s=config.drain_grace_s)
+    finally:
+        await servicer.stop()
+
+
+def _state_changed(server: Service, servicer: WorkerService, scheduler: SchedulerLink | None) -> None:
+    server.spawn(server.set_ready(servicer.state == READY), "readiness")
+    if scheduler is not None:
+        scheduler.state_changed()
+
+
+def _links(
+    config: WorkerConfig,
+    model: str,
+    servicer: WorkerService,
+    address: Callable[[], str],
+    began_s: float,
+) -> tuple[SchedulerLink | None, CacheLink | None]:
+    def hello() -> scheduler_pb2.JoinHello:
+        return scheduler_pb2.JoinHello(
+            worker_id=servicer.worker_id,
+            instance_id=servicer.instance_id,
+            pool=model,
+            address=config.advertise or address(),
+            description=servicer.description,
+            startup_s=startup_s(),
+        )
+
+    ready_s: list[float] = []
+
+    def startup_s() -> float:
+        if not ready_s:
+            ready_s.append(time.monotonic() - began_s)
+        return ready_s[0]
+
+    def blocks_hello() -> cache_pb2.BlocksHello:
+        return cache_pb2.BlocksHello(
+            worker_id=servicer.worker_id,
+            instance_id=servicer.instance_id,
+            pool=model,
+            block_tokens=config.block_tokens,
+            oldest_sequence=servicer.blocks.oldest_sequence,
+            next_sequence=servicer.blocks.next_sequence,
+        )
+
+    scheduler = (
+        SchedulerLink(config.scheduler, hello, servicer.report, servicer.on_command) if config.scheduler else None
+    )
+    cache = CacheLink(config.cache, blocks_hello, servicer.blocks) if config.cache and config.prefix_cache else None
+    return scheduler, cache

@@ -1,0 +1,42 @@
+"""What all tests share: the --slow profile, and the services' last words beside a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run what takes long: soaks, long property profiles")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    skip = pytest.mark.skip(reason="takes long; run with --slow")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def slow(request: pytest.FixtureRequest) -> bool:
+    """Whether the long profile was asked for."""
+    return bool(request.config.getoption("--slow"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: Any = yield
+    if call.when == "call":
+        item.stash[CALL_FAILED] = report.failed
+    mesh = getattr(item, "funcargs", {}).get("mesh")
+    if report.failed and hasattr(mesh, "logs"):
+        report.sections.append(("services' logs", mesh.logs()))
+    return report
+
+
+#: Whether a test's own part failed, for fixtures that check something after it.
+CALL_FAILED = pytest.StashKey[bool]()

@@ -1,0 +1,496 @@
+"""One suite for every engine: what the engine protocol promises, whoever keeps it.
+
+The sim engine always runs; llama.cpp runs with the embedded model (marked ``model``). An engine added later joins by
+one more entry in ``ENGINES``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tests.support.waiting import eventually
+
+from headrace.config import WorkerConfig
+from headrace.v1 import types_pb2, worker_pb2
+from headrace.worker.engine import (
+    BlocksRemoved,
+    BlocksStored,
+    Delta,
+    Engine,
+    Finish,
+    Guided,
+    LogprobOptions,
+    Request,
+    Sampling,
+    StepResult,
+    Stopping,
+    TokenLogprobs,
+)
+from headrace.worker.loop import BatchLoop
+
+STOP, LENGTH = types_pb2.OUTCOME_STOP, types_pb2.OUTCOME_LENGTH
+CANCELLED, DEADLINE = types_pb2.OUTCOME_CANCELLED, types_pb2.OUTCOME_DEADLINE
+
+CONFIG = WorkerConfig(slots=4, kv_tokens=1024, block_tokens=16, chunk_tokens=64, max_waiting=64)
+PATIENCE_S = 60.0
+
+
+def names(ids: list[int], lora: str, salt: bytes) -> list[int]:
+    """Block names, as good as any."""
+    ends = range(16, len(ids) + 1, 16)
+    return [hash((tuple(ids[:end]), lora, salt)) & (2**64 - 1) for end in ends]
+
+
+def sim() -> BatchLoop:
+    from headrace.worker.composer import Limits
+    from headrace.worker.engines.sim import SimBackend
+    from headrace.worker.timing import Timing
+
+    limits = Limits(
+        slots=4,
+        kv_blocks=64,
+        block_tokens=16,
+        context_tokens=1024,
+        chunk_tokens=64,
+        idle_chunk_tokens=512,
+        max_waiting=64,
+        lanes=16,
+    )
+    timing = Timing(prefill_tokens_per_s=1e5, step_s=0.0005, step_s_per_sequence=0.0)
+    return BatchLoop(SimBackend(limits, timing, vocab_size=1000, output_tokens=12), hash_blocks=names)
+
+
+def llama_cpp() -> BatchLoop:
+    from headrace import models
+    from headrace.worker.engines.llama_cpp import LlamaBackend
+
+    return BatchLoop(LlamaBackend(models.prepare("embedded"), CONFIG), hash_blocks=names)
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {"sim": sim, "llama_cpp": llama_cpp}
+
+
+@dataclass
+class Answer:
+    """What came for one choice."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class Bench:
+    """A started engine and what it has said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.answers: dict[tuple[int, int], Answer] = {}
+        self.cached: dict[int, int] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.held: set[int] = set()
+        self.failures: list[str] = []
+        self._keys = itertools.count(1)
+        self._news = asyncio.Event()
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        await self.engine.start(
+            lambda result: _soon(loop, self._on_step, result), lambda why: _soon(loop, self.failures.append, why)
+        )
+
+    def _on_step(self, result: StepResult) -> None:
+        for delta in result.deltas:
+            self._on_delta(delta)
+        for change in result.blocks:
+            if isinstance(change, BlocksStored):
+                self.held |= set(change.hashes)
+            elif isinstance(change, BlocksRemoved):
+                self.held -= set(change.hashes)
+        self._news.set()
+
+    def _on_delta(self, delta: Delta) -> None:
+        answer = self.answers.setdefault((delta.key, delta.choice), Answer())
+        assert answer.finish is None, "something came after the finish"
+        assert delta.first_index == len(answer.ids)
+        answer.ids += delta.ids
+        answer.logprobs += delta.logprobs or []
+        answer.finish = delta.finish
+        if delta.cached_prompt_tokens is not None:
+            self.cached[delta.key] = delta.cached_prompt_tokens
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs[delta.key] = delta.prompt_logprobs
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self._news.clear()
+                assert not self.failures, self.failures
+                await self._news.wait()
+
+    def submit(self, prompt: list[int], *, max_tokens: int = 8, seeds: tuple[int, ...] = (0,), **more: Any) -> Request:
+        eos = frozenset(self.engine.describe().eos_ids)
+        stopping = {name: more.pop(name) for name in ("min_tokens", "ignore_eos", "stop_ids") if name in more}
+        sampling = {name: more.pop(name) for name in list(more) if name in Sampling.__slots__}
+        request = Request(
+            key=next(self._keys),
+            prompt_ids=prompt,
+            stopping=Stopping(max_tokens, eos_ids=eos, **stopping),
+            sampling=Sampling(seeds=seeds, **sampling),
+            **more,
+        )
+        assert self.engine.submit(request) is None
+        return request
+
+    async def ended(self, request: Request) -> list[Answer]:
+        def over() -> bool:
+            answers = [self.answers.get((request.key, choice)) for choice in range(request.n)]
+            return all(answer is not None and answer.finish is not None for answer in answers)
+
+        await self.until(over)
+        return [self.answers[request.key, choice] for choice in range(request.n)]
+
+    async def ask(self, prompt: list[int], **options: Any) -> list[Answer]:
+        return await self.ended(self.submit(prompt, **options))
+
+    async def at_rest(self) -> worker_pb2.Load:
+        """Its load when all is over; the report may be one step behind the last finish."""
+
+        async def quiet() -> worker_pb2.Load | None:
+            load = self.engine.load()
+            return None if load.waiting_requests or load.running_requests else load
+
+        load = await eventually(quiet, "an engine at rest", PATIENCE_S)
+        assert load is not None
+        return load
+
+
+def _soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], value: object) -> None:
+    loop.call_soon_threadsafe(function, value)
+
+
+@pytest_asyncio.fixture(
+    params=["sim", pytest.param("llama_cpp", marks=pytest.mark.model)], scope="module", loop_scope="module"
+)
+async def _engine(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    bench = Bench(ENGINES[request.param]())
+    await bench.start()
+    yield bench
+    await bench.engine.stop()
+
+
+@pytest.fixture
+def bench(_engine: Bench) -> Bench:
+    return _engine
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = [1, 690, 198, 683, 359, 253, 356, 646]
+
+
+def long_prompt(seed: int, length: int = 50) -> list[int]:
+    return [(seed * 7919 + 31 * index) % 900 + 20 for index in range(length)]
+
+
+async def test_ids_in_ids_out(bench: Bench) -> None:
+    (answer,) = await bench.ask(PROMPT, max_tokens=5, ignore_eos=True)
+    assert len(answer.ids) == 5
+    assert answer.finish is not None
+    assert answer.finish.outcome == LENGTH
+    assert (answer.finish.prompt_tokens, answer.finish.completion_tokens) == (8, 5)
+    assert all(0 <= token < bench.engine.describe().vocab_size for token in answer.ids)
+
+
+async def test_load_returns_to_zero(bench: Bench) -> None:
+    requests = [bench.submit(long_prompt(seed), max_tokens=4, ignore_eos=True) for seed in range(10)]
+    for request in requests:
+        await bench.ended(request)
+    load = await bench.at_rest()
+    assert load.kv_blocks_used == 0
+    assert load.waiting_prompt_tokens == load.running_prompt_tokens == load.context_tokens == 0
+    assert load.kv_blocks_cached <= load.kv_blocks_total
+
+
+async def test_greedy_is_the_same_again_and_in_company(bench: Bench) -> None:
+    """Short answers, so that a near-tie of an engine that isn't batch-invariant does not come in."""
+    alone = (await bench.ask(PROMPT, max_tokens=4, ignore_eos=True))[0].ids
+    again = [bench.submit(PROMPT, max_tokens=4, ignore_eos=True) for _ in range(4)]
+    assert [(await bench.ended(request))[0].ids for request in again] == [alone] * 4
+
+
+async def test_seeds_decide(bench: Bench) -> None:
+    async def ids(*seeds: int) -> list[list[int]]:
+        answers = await bench.ask(PROMPT, max_tokens=6, seeds=seeds, temperature=1.5, ignore_eos=True)
+        return [answer.ids for answer in answers]
+
+    first, second = await ids(1), await ids(1)
+    assert first == second
+    choices = await ids(1, 2, 3)
+    assert len({tuple(choice) for choice in choices}) == 3
+    assert choices[0] == first[0]
+
+
+async def test_choices_are_counted_together(bench: Bench) -> None:
+    answers = await bench.ask(long_prompt(3), max_tokens=5, seeds=(1, 2, 3), temperature=1.0, ignore_eos=True)
+    assert [len(answer.ids) for answer in answers] == [5, 5, 5]
+    assert max(answer.finish.completion_tokens for answer in answers if answer.finish) == 15
+
+
+async def test_end_of_sequence_and_what_holds_it_back(bench: Bench) -> None:
+    eos = bench.engine.describe().eos_ids[0]
+    # A bias that makes the end certain; the sim engine ends by itself at 12.
+    options: dict[str, Any] = {"logit_bias": {eos: 500.0}}
+    (answer,) = await bench.ask(PROMPT, max_tokens=20, **options)
+    assert answer.ids[-1] == eos
+    assert answer.ids.count(eos) == 1
+    assert answer.finish is not None
+    assert answer.finish.outcome == STOP
+    (held,) = await bench.ask(PROMPT, max_tokens=20, min_tokens=15, **options)
+    assert eos not in held.ids[:15]
+    (ignored,) = await bench.ask(PROMPT, max_tokens=20, ignore_eos=True, **options)
+    assert len(ignored.ids) == 20
+    assert ignored.finish is not None
+    assert ignored.finish.outcome == LENGTH
+
+
+async def test_stop_ids(bench: Bench) -> None:
+    if bench.engine.describe().engine == "sim":
+        pytest.skip("its ids are never stop ids: there is no model that could mean them")
+    free = (await bench.ask(PROMPT, max_tokens=6, ignore_eos=True))[0].ids
+    stop = free[2]
+    (answer,) = await bench.ask(PROMPT, max_tokens=6, ignore_eos=True, stop_ids=frozenset({stop}))
+    assert answer.ids == free[: free.index(stop) + 1]
+    assert answer.finish is not None
+    assert answer.finish.outcome == STOP
+    (later,) = await bench.ask(PROMPT, max_tokens=6, ignore_eos=True, stop_ids=frozenset({stop}), min_tokens=4)
+    assert stop not in later.ids[:4]
+
+
+async def test_logprobs(bench: Bench) -> None:
+    options = LogprobOptions(enabled=True, top=3, prompt=True)
+    prompt = long_prompt(5, 40)
+    request = bench.submit(prompt, max_tokens=4, ignore_eos=True, logprobs=options)
+    (answer,) = await bench.ended(request)
+    assert [each.drawn[0] for each in answer.logprobs] == answer.ids
+    for each in [*answer.logprobs, *bench.prompt_logprobs[request.key]]:
+        assert len(each.top) == 3
+        values = [logprob for _, logprob in each.top]
+        assert values == sorted(values, reverse=True)
+        assert all(-9999.0 <= value <= 0.0 for value in [each.drawn[1], *values])
+        assert len({token for token, _ in each.top}) == 3
+    # Greedy, so the drawn one is the likeliest.
+    assert all(each.drawn == each.top[0] for each in answer.logprobs)
+    assert [each.drawn[0] for each in bench.prompt_logprobs[request.key]] == prompt[1:]
+
+
+async def test_no_top_when_none_is_asked_for(bench: Bench) -> None:
+    (answer,) = await bench.ask(PROMPT, max_tokens=3, ignore_eos=True, logprobs=LogprobOptions(enabled=True))
+    assert [each.top for each in answer.logprobs] == [[], [], []]
+
+
+async def test_a_prefix_is_reused_and_counted(bench: Bench) -> None:
+    prompt = long_prompt(11, 50)
+    first, second = (bench.submit(prompt, max_tokens=3, ignore_eos=True, cache_salt=b"reuse") for _ in range(2))
+    ids = [(await bench.ended(request))[0].ids for request in (first, second)]
+    third = bench.submit(prompt, max_tokens=3, ignore_eos=True, cache_salt=b"reuse")
+    ids.append((await bench.ended(third))[0].ids)
+    assert bench.cached[first.key] == 0
+    assert bench.cached[third.key] == 48
+    assert ids[0] == ids[1] == ids[2]
+    other = bench.submit(prompt, max_tokens=3, ignore_eos=True, cache_salt=b"other")
+    private = bench.submit(prompt, max_tokens=3, ignore_eos=True, cache_salt=b"reuse", reuse_prefix=False)
+    assert (await bench.ended(other))[0].ids == (await bench.ended(private))[0].ids == ids[0]
+    assert bench.cached[other.key] == bench.cached[private.key] == 0
+    assert set(names(prompt, "", b"reuse")) <= bench.held
+    load = await bench.at_rest()
+    assert load.kv_blocks_cached == len(bench.held)
+
+
+async def test_cancel_frees_at_once(bench: Bench) -> None:
+    requests = [
+        bench.submit(long_prompt(20 + seed), max_tokens=500, ignore_eos=True, seeds=(1, 2)) for seed in range(4)
+    ]
+    await bench.until(lambda: (requests[0].key, 0) in bench.answers)
+    for request in requests:
+        bench.engine.cancel(request.key, None, CANCELLED)
+        bench.engine.cancel(request.key, None, CANCELLED)
+    for request in requests:
+        for answer in await bench.ended(request):
+            assert answer.finish is not None
+            assert answer.finish.outcome == CANCELLED
+    load = await bench.at_rest()
+    assert load.kv_blocks_used == 0
+    assert (await bench.ask(PROMPT, max_tokens=2, ignore_eos=True))[0].finish is not None
+
+
+async def test_one_choice_is_cancelled_alone(bench: Bench) -> None:
+    request = bench.submit(long_prompt(30), max_tokens=10, ignore_eos=True, seeds=(1, 2))
+    await bench.until(lambda: (request.key, 1) in bench.answers)
+    bench.engine.cancel(request.key, 1, STOP)
+    kept, cut = await bench.ended(request)
+    assert kept.finish is not None
+    assert cut.finish is not None
+    assert (len(kept.ids), kept.finish.outcome) == (10, LENGTH)
+    assert cut.finish.outcome in (STOP, LENGTH)
+
+
+async def test_a_deadline_ends_a_request(bench: Bench) -> None:
+    (answer,) = await bench.ask(PROMPT, max_tokens=900, ignore_eos=True, deadline_s=time.monotonic() + 0.3)
+    assert answer.finish is not None
+    assert answer.finish.outcome in (DEADLINE, LENGTH)
+    late = bench.submit(PROMPT, max_tokens=5, deadline_s=time.monotonic() - 1)
+    (nothing,) = await bench.ended(late)
+    assert nothing.finish is not None
+    assert (nothing.ids, nothing.finish.outcome) == ([], DEADLINE)
+
+
+async def test_more_than_fits_waits_and_all_come_to_their_end(bench: Bench) -> None:
+    """40 requests of up to 15 blocks, in 64 blocks and 4 slots."""
+    requests = [
+        bench.submit(long_prompt(100 + seed, 100 + seed), max_tokens=6, ignore_eos=True, seeds=(seed,))
+        for seed in range(40)
+    ]
+    for request in requests:
+        (answer,) = await bench.ended(request)
+        assert answer.finish is not None
+        assert answer.finish.outcome == LENGTH
+    assert (await bench.at_rest()).kv_blocks_used == 0
+
+
+async def test_what_never_fits_is_rejected_with_numbers(bench: Bench) -> None:
+    request = bench.submit(long_prompt(1, 1023), max_tokens=5)
+    (answer,) = await bench.ended(request)
+    assert answer.finish is not None
+    assert answer.finish.error is None or "1024" in answer.finish.error.message
+    too_long = bench.submit(long_prompt(1, 1024), max_tokens=5)
+    (answer,) = await bench.ended(too_long)
+    assert answer.finish is not None
+    assert answer.finish.outcome == types_pb2.OUTCOME_REJECTED
+    assert answer.finish.error is not None
+    assert "1024" in answer.finish.error.message
+
+
+async def test_a_resumed_answer_goes_on_as_it_would_have(bench: Bench) -> None:
+    whole = (await bench.ask(PROMPT, max_tokens=8, ignore_eos=True, temperature=0.9, seeds=(7,)))[0].ids
+    (rest,) = await bench.ask(
+        PROMPT + whole[:3], max_tokens=5, ignore_eos=True, temperature=0.9, seeds=(7,), resumed_tokens=3
+    )
+    assert rest.ids == whole[3:]
+
+
+async def test_a_bad_grammar_is_refused_and_harms_nobody(bench: Bench) -> None:
+    request = Request(
+        key=10**9,
+        prompt_ids=PROMPT,
+        stopping=Stopping(5),
+        guided=Guided("regex", "foo**"),
+    )
+    for _ in range(2):
+        refusal = await bench.engine.check(request)
+        assert refusal is not None
+        assert refusal.code == types_pb2.ERROR_CODE_INVALID_ARGUMENT
+        assert refusal.param == "response_format"
+    assert (await bench.ask(PROMPT, max_tokens=2, ignore_eos=True))[0].finish is not None
+
+
+# --- llama.cpp alone --------------------------------------------------------------------------------------------------
+
+
+def _text(bench: Bench, ids: list[int]) -> str:
+    import ctypes
+
+    assert isinstance(bench.engine, BatchLoop)
+    vocabulary = bench.engine._backend._context.vocabulary  # type: ignore[attr-defined]
+    piece, out = ctypes.create_string_buffer(256), b""
+    for token in ids:
+        out += piece[: vocabulary.library.llama_token_to_piece(vocabulary.pointer, token, piece, 256, 0, False)]
+    return out.decode()
+
+
+@pytest.fixture
+def real(bench: Bench) -> Bench:
+    if bench.engine.describe().engine != "llama_cpp":
+        pytest.skip("needs a model")
+    return bench
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_schema_is_kept_to(real: Bench, temperature: float) -> None:
+    guided = Guided("json_schema", json.dumps(SCHEMA))
+    request = Request(1 << 40, PROMPT, Stopping(40), guided=guided)
+    assert await real.engine.check(request) is None
+    (answer,) = await real.ask(PROMPT, max_tokens=40, guided=guided, temperature=temperature, seeds=(3,))
+    assert answer.finish is not None
+    assert answer.finish.outcome == STOP
+    assert isinstance(json.loads(_text(real, answer.ids))["a"], int)
+    (cut,) = await real.ask(PROMPT, max_tokens=3, guided=guided, temperature=temperature, seeds=(3,))
+    assert cut.finish is not None
+    assert cut.finish.outcome == LENGTH
+    assert _text(real, cut.ids).lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("guided", "allowed"),
+    [
+        (Guided("choice", '["red", "blue"]'), {"red", "blue"}),
+        (Guided("regex", "(ab|cd)e?"), {"ab", "cd", "abe", "cde"}),
+        (Guided("grammar", 'root ::= "yes" | "no"'), {"yes", "no"}),
+    ],
+)
+async def test_other_guides_are_kept_to(real: Bench, guided: Guided, allowed: set[str]) -> None:
+    assert await real.engine.check(Request(1 << 40, PROMPT, Stopping(9), guided=guided)) is None
+    answers = await real.ask(PROMPT, max_tokens=9, guided=guided, temperature=1.0, seeds=(1, 2, 3), min_tokens=0)
+    assert {_text(real, answer.ids) for answer in answers} <= allowed
+    assert all(answer.finish is not None and answer.finish.outcome == STOP for answer in answers)
+
+
+async def test_greedy_ids_are_those_of_llama_cpp_driven_by_hand(real: Bench) -> None:
+    from headrace import models
+    from headrace.worker.engines.llama_api import Context
+
+    weights = models.prepare("embedded").weights
+    assert weights is not None
+    context = Context(weights, kv_tokens=512, sequences=1, batch_tokens=512, threads=1)
+    try:
+        for prompt in (PROMPT, long_prompt(77, 30)):
+            ids, computed = list(prompt), 0
+            while len(ids) < len(prompt) + 12:
+                count = len(ids) - computed
+                context.tokens[:count] = ids[computed:]
+                context.positions[:count] = range(computed, len(ids))
+                context.sequence_ids[:count] = 0
+                context.wants_logits[:count] = 0
+                context.wants_logits[count - 1] = 1
+                assert context.decode(count) == 0
+                computed = len(ids)
+                ids.append(int(context.logits(1)[0].argmax()))
+            context.remove(0, 0, -1)
+            (answer,) = await real.ask(prompt, max_tokens=12, ignore_eos=True, reuse_prefix=False)
+            assert answer.ids == ids[len(prompt) :]
+    finally:
+        context.close()
+
+
+async def test_penalties_change_what_is_said(real: Bench) -> None:
+    plain = (await real.ask(PROMPT, max_tokens=24, ignore_eos=True))[0].ids
+    fresh = (await real.ask(PROMPT, max_tokens=24, ignore_eos=True, frequency_penalty=100.0))[0].ids
+    assert len(set(fresh)) == 24
+    assert len(set(plain)) < 24
+    repeated = (await real.ask(PROMPT, max_tokens=24, ignore_eos=True, repetition_penalty=100.0))[0].ids
+    assert not set(repeated) & set(PROMPT)

@@ -1,0 +1,99 @@
+"""Messages that templates are not ready for: one normal form before the template sees them, and what the template
+refuses is the caller's error. Every prompt is read from the worker's journal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.clients import ABSENT, HTTP_MODES, MODES
+from tests.support.mesh import Lab
+
+ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
+
+
+def history(arguments: Any, content: Any = None) -> list[dict[str, Any]]:
+    """A question, a call of the tool `clock` with those arguments, and the tool's answer."""
+    function = {"name": "clock"} | ({} if arguments is ABSENT else {"arguments": arguments})
+    call = {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
+    if content is not ABSENT:
+        call["content"] = content
+    return [
+        {"role": "user", "content": "hi"},
+        call,
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+
+
+async def prompt_of(lab: Lab, messages: list[dict[str, Any]], mode: str) -> str:
+    (await lab.ask("", {"messages": messages}, mode=mode)).succeeded()
+    return lab.journal[-1].prompt
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("content", [None, "", ABSENT], ids=["null", "empty", "absent"])
+async def test_a_call_without_content(lab: Lab, mode: str, content: Any) -> None:
+    await lab.worker("toy-roles")
+    prompt = await prompt_of(lab, history('{"tz":"UTC"}', content), mode)
+    assert prompt == "<user>hi</><assistant>[clock tz=UTC]</><tool>12:00</><assistant>"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arguments", ["", None, "{}", ABSENT], ids=["empty", "null", "object", "absent"])
+async def test_a_call_without_arguments(lab: Lab, mode: str, arguments: Any) -> None:
+    await lab.worker("toy-roles")
+    prompt = await prompt_of(lab, history(arguments), mode)
+    assert prompt == "<user>hi</><assistant>[clock]</><tool>12:00</><assistant>"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arguments", ['{"tz": ', '"UTC"', "[1]", "7", "{} {}"])
+async def test_arguments_that_are_no_object(lab: Lab, mode: str, arguments: str) -> None:
+    await lab.worker("toy-roles")
+    answer = await lab.ask("", {"messages": history(arguments)}, mode=mode)
+    failure = answer.refused(400)
+    assert "arguments" in (failure.param or "")
+    if mode != "grpc":
+        assert failure.param == ARGUMENTS
+    assert lab.journal == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_parts_of_text_are_joined_for_a_template_of_strings(lab: Lab, mode: str) -> None:
+    await lab.worker("toy-roles")
+    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    prompt = await prompt_of(lab, [{"role": "user", "content": parts}], mode)
+    assert prompt == "<user>A\nB</><assistant>"
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_template_that_loops_over_parts_gets_them(lab: Lab, mode: str) -> None:
+    await lab.worker("toy-parts")
+    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    assert await prompt_of(lab, [{"role": "user", "content": parts}], mode) == "(text:A)(text:B)"
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_the_template_refuses_is_the_callers_error(lab: Lab, mode: str) -> None:
+    await lab.worker("toy-turns")
+    failure = (await lab.ask("hi", mode=mode)).refused(400)
+    assert "roles must take turns" in failure.message
+    if mode != "grpc":
+        assert failure.type == "invalid_request_error"
+    assert lab.journal == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("text", ["{{ 7*7 }} {% raw %}", "{# no #}", "<|im_end|>", "a\u2028b\x00c", "  \n\t "])
+async def test_content_is_never_read_as_a_template(lab: Lab, mode: str, text: str) -> None:
+    await lab.worker("toy-roles")
+    assert await prompt_of(lab, [{"role": "user", "content": text}], mode) == f"<user>{text}</><assistant>"
+
+
+@pytest.mark.parametrize("mode", HTTP_MODES)
+async def test_parts_that_are_no_text_are_refused(lab: Lab, mode: str) -> None:
+    await lab.worker("toy-roles")
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    failure = (await lab.ask("", {"messages": [{"role": "user", "content": parts}]}, mode=mode)).refused(400)
+    assert (failure.param or "").startswith("messages[0].content")

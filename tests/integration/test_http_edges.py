@@ -1,0 +1,142 @@
+"""HTTP at its edges: what clients that are not the SDK send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.conftest import MODELS
+from tests.support.clients import http
+from tests.support.http2 import Http2Request
+from tests.support.mesh import Lab, Mesh
+
+HEADER_TIMEOUT_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    """One that is impatient with slow senders, and takes few requests at once."""
+    router = {"header_timeout_s": HEADER_TIMEOUT_S, "max_open_requests": 4, "max_body_bytes": 4096}
+    mesh = Mesh(tmp_path_factory.mktemp("edges"), MODELS, router=router).start()
+    yield mesh
+    mesh.stop()
+
+
+def request(body: bytes, *headers: str) -> bytes:
+    lines = ["POST /v1/chat/completions HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+BODY = json.dumps({"model": "toy", "messages": [{"role": "user", "content": "go"}]}).encode()
+
+
+async def connect(lab: Lab) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = lab.mesh.http.rsplit(":", 1)
+    return await asyncio.open_connection(host, int(port))
+
+
+async def response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    async with asyncio.timeout(10):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = next(int(line.split(":")[1]) for line in head.lower().split("\r\n") if "content-length" in line)
+        return int(head.split()[1]), await reader.readexactly(length)
+
+
+async def test_one_connection_serves_many_requests(lab: Lab) -> None:
+    await lab.worker()
+    reader, writer = await connect(lab)
+    for text in ("one", "two", "three"):
+        lab.play(f"'{text}'; END")
+        writer.write(request(BODY, f"content-length: {len(BODY)}"))
+        status, body = await response(reader)
+        assert status == 200
+        assert json.loads(body)["choices"][0]["message"]["content"] == text
+    writer.close()
+
+
+async def test_pipelined_requests_are_answered_in_order(lab: Lab) -> None:
+    await lab.worker()
+    lab.play("'one'; END")
+    lab.play("'two'; END")
+    reader, writer = await connect(lab)
+    writer.write(request(BODY, f"content-length: {len(BODY)}") * 2)
+    for text in ("one", "two"):
+        _, body = await response(reader)
+        assert json.loads(body)["choices"][0]["message"]["content"] == text
+    writer.close()
+
+
+async def test_a_body_in_chunks_after_an_expectation(lab: Lab) -> None:
+    await lab.worker()
+    reader, writer = await connect(lab)
+    writer.write(request(b"", "transfer-encoding: chunked", "expect: 100-continue"))
+    async with asyncio.timeout(5):
+        assert b" 100 " in await reader.readuntil(b"\r\n\r\n")
+    for part in (BODY[:10], BODY[10:]):
+        writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+    writer.write(b"0\r\n\r\n")
+    status, _ = await response(reader)
+    assert status == 200
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"", b"POST /v1/chat/comp", request(b"", "content-length: 1000"), request(b"{", "content-length: 1000")],
+    ids=["nothing", "half a line", "no body", "half a body"],
+)
+async def test_a_sender_that_stops_is_let_go(lab: Lab, start: bytes) -> None:
+    reader, writer = await connect(lab)
+    writer.write(start)
+    async with asyncio.timeout(HEADER_TIMEOUT_S * 20):
+        answer = await reader.read()
+    assert not answer or b" 408 " in answer.split(b"\r\n")[0]
+    writer.close()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_over_the_limit_is_refused(lab: Lab, chunked: bool) -> None:
+    reader, writer = await connect(lab)
+    big = json.dumps({"model": "toy", "messages": [{"role": "user", "content": "x" * 5000}]}).encode()
+    if chunked:
+        body = f"{len(big):x}\r\n".encode() + big + b"\r\n0\r\n\r\n"
+        writer.write(request(body, "transfer-encoding: chunked"))
+    else:
+        writer.write(request(big, f"content-length: {len(big)}"))
+    status, body = await response(reader)
+    assert status == 413
+    assert json.loads(body)["error"]["code"] == "too_large"
+    writer.close()
+
+
+async def test_too_many_open_requests_are_refused_and_may_come_again(lab: Lab) -> None:
+    await lab.worker(slots=8)
+    for _ in range(4):
+        lab.play("'a'; END", gated=True)
+    held = [await lab.open("go", mode=mode) for mode in ("stream", "plain", "grpc", "stream")]
+    entries = [await lab.entry(number) for number in range(4)]
+    for mode in ("plain", "stream", "grpc"):
+        failure = (await lab.ask("go", mode=mode)).refused(429, code="overloaded")
+        assert failure.retry_after_s
+    for entry in entries:
+        entry.release(2)
+    for answer in held:
+        (await answer.rest()).succeeded()
+    (await lab.ask("go", mode="plain")).succeeded()
+
+
+async def test_http2_with_prior_knowledge(lab: Lab) -> None:
+    await lab.worker()
+    lab.play("'two'; END")
+    client = await Http2Request.open(lab.mesh.http, "/v1/chat/completions", BODY)
+    assert json.loads(await client.data())["choices"][0]["message"]["content"] == "two"
+    client.close()
+
+
+async def test_the_small_pages(lab: Lab) -> None:
+    await lab.worker()
+    for path in ("/health", "/live", "/metrics", "/v1/models"):
+        assert (await http(lab.mesh.http, "GET", path))[0] == 200

@@ -1,0 +1,121 @@
+"""`headrace up`: one command starts the mesh, keeps it alive, and leaves no process behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.clients import http
+from tests.support.mesh import Process
+from tests.support.toy import ToyModel
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def children(pid: int) -> dict[int, str]:
+    """All processes below that one that still run, with their command lines."""
+    found: dict[int, tuple[int, str]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if state != "Z":
+                    found[int(entry.name)] = (int(parent), command)
+    below: dict[int, str] = {}
+    fresh = {pid}
+    while fresh:
+        fresh = {child for child, (parent, _) in found.items() if parent in fresh}
+        below |= {child: found[child][1] for child in fresh}
+    return below
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Up:
+    """`headrace up` with the toy model and a simulated engine."""
+
+    def __init__(self, folder: Path) -> None:
+        model = ToyModel("toy", context_tokens=512)
+        config = folder / "headrace.toml"
+        config.write_text(
+            f'[[models]]\nname = "toy"\nsource = "{model.write(folder)}"\n'
+            '[scheduler]\naddress = "127.0.0.1:0"\nmetrics_address = "127.0.0.1:0"\n'
+            '[cache]\naddress = "127.0.0.1:0"\nmetrics_address = "127.0.0.1:0"\n'
+            '[worker]\nengine = "sim"\nmodel = "toy"\n'
+        )
+        arguments = ["up", "--config", str(config), "--http-port", "0", "--grpc-port", "0", "--json"]
+        self.process = Process("up", arguments, folder / "up.log")
+        self.http = ""
+
+    async def ready(self) -> Up:
+        said = await asyncio.to_thread(self.process.ready, 90)
+        self.http = said["http"].removeprefix("http://")
+        return self
+
+    async def answers(self) -> bool:
+        body = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        with contextlib.suppress(OSError):
+            return (await http(self.http, "POST", "/v1/chat/completions", body))[0] == 200
+        return False
+
+
+@pytest.fixture
+async def up(tmp_path: Path) -> AsyncIterator[Up]:
+    up = Up(tmp_path)
+    try:
+        yield await up.ready()
+    finally:
+        below = children(up.process.pid)
+        up.process.kill()
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_it_starts_serves_and_leaves_nothing(up: Up, number: signal.Signals) -> None:
+    assert await up.answers()
+    below = children(up.process.pid)
+    for name in ("router", "scheduler", "cache", "worker"):
+        assert any(f" {name} " in f"{command} " for command in below.values()), (name, below)
+    assert up.process.stop(number) == 0
+
+    async def gone() -> bool:
+        return not any(alive(pid) for pid in below)
+
+    await eventually(gone, "no process is left", 10)
+    with pytest.raises(OSError):
+        await http(up.http, "GET", "/live")
+
+
+@pytest.mark.parametrize("name", ["worker", "router", "scheduler", "cache"])
+async def test_a_child_that_dies_is_started_again(up: Up, name: str) -> None:
+    (victim,) = [pid for pid, command in children(up.process.pid).items() if f" {name} " in f"{command} "]
+    os.kill(victim, signal.SIGKILL)
+
+    async def another() -> bool:
+        others = [pid for pid, command in children(up.process.pid).items() if f" {name} " in f"{command} "]
+        return bool(others) and victim not in others
+
+    await eventually(another, f"another {name}", 30)
+
+    async def serves() -> bool:
+        return await up.answers()
+
+    await eventually(serves, "it serves again", 60)
+    below = children(up.process.pid)
+    assert up.process.stop() == 0
+    assert not any(alive(pid) for pid in below)

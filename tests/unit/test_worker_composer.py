@@ -1,0 +1,612 @@
+"""The batch composer and its KV accounts, driven with a fake engine that keeps the KV cell by cell.
+
+The fake is the oracle: it applies the composer's operations literally, computes each chunk into cells that remember the
+ids before them, and refuses a step whose lane does not hold exactly the KV of the ids that the composer believes
+computed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.v1 import types_pb2
+from headrace.worker.composer import Composer, Drawn, Limits, Sequence, Step
+from headrace.worker.engine import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Delta,
+    LogprobOptions,
+    Request,
+    Sampling,
+    Stopping,
+    TokenLogprobs,
+)
+from headrace.worker.kv import CopyLane, TrimLane
+
+EOS = 99
+STOP, LENGTH = types_pb2.OUTCOME_STOP, types_pb2.OUTCOME_LENGTH
+CANCELLED, DEADLINE, FAILED = types_pb2.OUTCOME_CANCELLED, types_pb2.OUTCOME_DEADLINE, types_pb2.OUTCOME_FAILED
+
+
+def limits(**changes: int) -> Limits:
+    values = {
+        "slots": 4,
+        "kv_blocks": 64,
+        "block_tokens": 4,
+        "context_tokens": 64,
+        "chunk_tokens": 8,
+        "idle_chunk_tokens": 16,
+        "max_waiting": 1000,
+        "lanes": 8,
+    }
+    return Limits(**(values | changes))
+
+
+def request(
+    key: int,
+    prompt: list[int] | str,
+    *,
+    max_tokens: int = 4,
+    n: int = 1,
+    min_tokens: int = 0,
+    ignore_eos: bool = False,
+    stop_ids: frozenset[int] = frozenset(),
+    salt: bytes = b"",
+    lora: str = "",
+    reuse: bool = True,
+    class_: types_pb2.RequestClass = types_pb2.REQUEST_CLASS_INTERACTIVE,
+    deadline_s: float | None = None,
+    prompt_logprobs: bool = False,
+) -> Request:
+    ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
+    return Request(
+        key=key,
+        prompt_ids=ids,
+        stopping=Stopping(max_tokens, min_tokens, ignore_eos, stop_ids, frozenset({EOS})),
+        sampling=Sampling(seeds=tuple(range(n))),
+        cache_salt=salt,
+        lora=lora,
+        reuse_prefix=reuse,
+        request_class=class_,
+        deadline_s=deadline_s,
+        logprobs=LogprobOptions(prompt=prompt_logprobs),
+    )
+
+
+class FakeKv:
+    """Lanes of cells; a cell is known by all ids up to it."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.lanes: dict[int, dict[int, object]] = {}
+        self.texts: dict[int, tuple[int, ...]] = {}
+
+    def apply(self, step: Step) -> None:
+        for operation in step.operations:
+            if isinstance(operation, TrimLane):
+                lane = self.lanes.get(operation.lane, {})
+                end = operation.end if operation.end >= 0 else 1 << 30
+                for position in [p for p in lane if operation.start <= p < end]:
+                    del lane[position]
+            else:
+                assert isinstance(operation, CopyLane)
+                source = self.lanes[operation.source]
+                target = self.lanes.setdefault(operation.target, {})
+                for position in range(operation.start, operation.end):
+                    assert position not in target, "a cell is copied over another"
+                    target[position] = source[position]
+
+    def compute(self, lane_id: int, ids: list[int], start: int, count: int) -> None:
+        lane = self.lanes.setdefault(lane_id, {})
+        assert sorted(lane) == list(range(start)), f"lane {lane_id} holds {sorted(lane)}, not the first {start}"
+        for position in range(start):
+            assert lane[position].text == tuple(ids[: position + 1]), "KV of other text"  # type: ignore[attr-defined]
+        for position in range(start, start + count):
+            lane[position] = Cell(tuple(ids[: position + 1]))
+        cells = {id(cell) for held in self.lanes.values() for cell in held.values()}
+        assert len(cells) <= self.bound, f"{len(cells)} cells, the bound is {self.bound}"
+
+
+class Cell:
+    def __init__(self, text: tuple[int, ...]) -> None:
+        self.text = text
+
+
+def next_id(sequence: Sequence) -> int:
+    """Some id that depends on text and choice alone."""
+    return hash((tuple(sequence.ids), sequence.choice)) % 90
+
+
+@dataclass
+class World:
+    """A composer, its fake engine and the answers as a client sees them."""
+
+    limits: Limits
+    draw: Callable[[Sequence], int] = next_id
+    hashing: bool = True
+    now: float = 0.0
+    answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    deltas: list[Delta] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.composer = Composer(self.limits, self.hash_blocks if self.hashing else None)
+        self.kv = FakeKv(self.limits.kv_blocks * self.limits.block_tokens)
+        self.requests: dict[int, Request] = {}
+
+    def hash_blocks(self, ids: list[int], lora: str, salt: bytes) -> list[int]:
+        size = self.limits.block_tokens
+        return [
+            hash((tuple(ids[: (i + 1) * size]), lora, salt)) & 0xFFFF_FFFF_FFFF_FFFF for i in range(len(ids) // size)
+        ]
+
+    def submit(self, request: Request) -> types_pb2.Error | None:
+        refusal = self.composer.submit(request, self.now)
+        if refusal is None:
+            self.requests[request.key] = request
+        return refusal
+
+    def plan(self) -> Step:
+        self.now += 1.0
+        step = self.composer.plan(self.now)
+        self.check_step(step)
+        self.kv.apply(step)
+        for sequence in step.decodes:
+            assert sequence.lane is not None
+            self.kv.compute(sequence.lane.id, sequence.ids, len(sequence.ids) - 1, 1)
+        for chunk in step.chunks:
+            self.kv.compute(chunk.lane.id, chunk.sequence.ids, chunk.start, chunk.count)
+        return step
+
+    def complete(self, step: Step) -> None:
+        prompt_logprobs = {
+            place: [
+                TokenLogprobs((chunk.sequence.ids[p + 1], -1.0), [])
+                for p in range(chunk.start, chunk.start + chunk.count)
+                if p + 1 < chunk.sequence.prompt_tokens
+            ]
+            for place, chunk in enumerate(step.chunks)
+            if chunk.all_logits
+        }
+        drawn = Drawn([self.draw(sequence) for sequence in step.rows], prompt_logprobs=prompt_logprobs)
+        self.composer.complete(step, drawn, self.now)
+        self.collect()
+
+    def step(self) -> Step:
+        step = self.plan()
+        self.steps.append(step)
+        self.complete(step)
+        return step
+
+    def run(self, most: int = 10_000) -> None:
+        for _ in range(most):
+            if self.composer.idle:
+                return
+            self.step()
+        raise AssertionError(f"not done after {most} steps: starved or stuck")
+
+    def check_step(self, step: Step) -> None:
+        assert len(step.rows) == len(step.outputs)
+        chunk_bound = self.composer.chunk_tokens if step.decodes else self.limits.idle_chunk_tokens
+        assert sum(chunk.count for chunk in step.chunks) == step.prefill_tokens <= chunk_bound
+        assert all(chunk.count > 0 for chunk in step.chunks), "at least one id of each chunk is computed"
+        in_step = [*step.decodes, *(chunk.sequence for chunk in step.chunks)]
+        in_step += [twin for chunk in step.chunks for twin, _ in chunk.forks]
+        assert len({id(sequence) for sequence in in_step}) == len(in_step) <= self.limits.slots
+        kv = self.composer.kv
+        assert kv.used_blocks + kv.cached_blocks <= kv.total_blocks
+
+    def collect(self) -> None:
+        deltas, changes = self.composer.take_results()
+        self.composer.take_released()
+        for delta in deltas:
+            self.deltas.append(delta)
+            place = (delta.key, delta.choice)
+            assert place not in self.outcomes, "something after the end"
+            answer = self.answers.setdefault(place, [])
+            assert delta.first_index == len(answer), "indices have a gap"
+            answer.extend(delta.ids)
+            if delta.cached_prompt_tokens is not None:
+                assert delta.key not in self.cached
+                self.cached[delta.key] = delta.cached_prompt_tokens
+            if delta.finish is not None:
+                self.outcomes[place] = delta.finish.outcome
+                assert delta.finish.kv_block_s >= 0
+                assert delta.finish.queue_s >= 0
+        for change in changes:
+            if isinstance(change, BlocksStored):
+                assert change.parent == 0 or change.parent in self.held
+                assert not self.held & set(change.hashes)
+                self.held |= set(change.hashes)
+            elif isinstance(change, BlocksRemoved):
+                assert set(change.hashes) <= self.held
+                self.held -= set(change.hashes)
+            else:
+                assert isinstance(change, BlocksCleared)
+                self.held.clear()
+
+    def check_rest(self) -> None:
+        """Nothing is held for anybody, and all that is left is for reuse."""
+        load = self.composer.load(0)
+        assert (load.waiting_requests, load.running_requests, load.kv_blocks_used) == (0, 0, 0)
+        assert (load.waiting_prompt_tokens, load.running_prompt_tokens, load.context_tokens) == (0, 0, 0)
+        if self.hashing:
+            assert load.kv_blocks_cached == len(self.held)
+        self.composer.kv.clear_cached()
+        assert self.composer.kv.cached_blocks == 0
+        self.kv.apply(self.composer.plan(self.now))
+        assert not any(self.kv.lanes.values()), "cells that nobody accounts for"
+        self.collect()
+        assert not self.held
+
+
+def alone(request: Request) -> list[list[int]]:
+    """The answers that a request gets when nothing else runs."""
+    world = World(limits(slots=64, kv_blocks=4096, lanes=128, context_tokens=64))
+    world.submit(request)
+    world.run()
+    return [world.answers[request.key, choice] for choice in range(request.n)]
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_runs_to_its_limit() -> None:
+    world = World(limits())
+    world.submit(request(1, "hello", max_tokens=3))
+    world.run()
+    assert world.outcomes == {(1, 0): LENGTH}
+    assert len(world.answers[1, 0]) == 3
+    world.check_rest()
+
+
+@pytest.mark.parametrize(
+    ("changes", "length", "outcome"),
+    [
+        ({}, 2, STOP),
+        ({"min_tokens": 2}, 3, STOP),
+        ({"ignore_eos": True}, 6, LENGTH),
+        ({"ignore_eos": True, "stop_ids": frozenset({EOS})}, 2, STOP),
+        ({"stop_ids": frozenset({7})}, 1, STOP),
+    ],
+)
+def test_ends(changes: dict[str, int], length: int, outcome: int) -> None:
+    script = [7, EOS, EOS, EOS, EOS, EOS]
+    world = World(limits(), draw=lambda sequence: script[sequence.drawn])
+    world.submit(request(1, "abc", max_tokens=6, **changes))  # type: ignore[arg-type]
+    world.run()
+    assert (len(world.answers[1, 0]), world.outcomes[1, 0]) == (length, outcome)
+
+
+def test_prompts_are_chunked_beside_decoding_and_decoding_never_pauses() -> None:
+    world = World(limits(chunk_tokens=8, idle_chunk_tokens=16))
+    world.submit(request(1, "ab", max_tokens=20))
+    world.step()
+    world.submit(request(2, [5] * 40, max_tokens=2))
+    for _ in range(5):
+        step = world.step()
+        assert len(step.decodes) == 1
+        assert step.prefill_tokens == 8
+    assert len(world.answers[1, 0]) == 6
+    assert len(world.answers[2, 0]) == 1
+
+
+def test_a_new_request_joins_the_next_step_and_leaves_at_once() -> None:
+    world = World(limits())
+    world.submit(request(1, "abc", max_tokens=9))
+    world.step()
+    world.submit(request(2, "xyz", max_tokens=1))
+    step = world.step()
+    assert [sequence.request.key for sequence in step.rows] == [1, 2]
+    assert world.outcomes == {(2, 0): LENGTH}
+    assert len(world.step().rows) == 1
+
+
+def test_cached_prefix_is_reused_but_one_id_is_always_computed() -> None:
+    world = World(limits())
+    for key, prompt in enumerate(["01234567", "01234567", "0123456", "012345678"], start=1):
+        world.submit(request(key, prompt, max_tokens=1))
+        world.run()
+    assert world.cached == {1: 0, 2: 4, 3: 4, 4: 8}
+    world.check_rest()
+
+
+def test_identity_of_a_block() -> None:
+    world = World(limits())
+    prompt = "abcdefghij"
+    runs = [
+        request(1, prompt, max_tokens=1, salt=b"t1"),
+        request(2, prompt, max_tokens=1, salt=b"t2"),
+        request(3, prompt, max_tokens=1, salt=b"t1"),
+        request(4, prompt, max_tokens=1, lora="X"),
+        request(5, prompt, max_tokens=1, salt=b"X"),
+        request(6, prompt, max_tokens=1),
+        request(7, prompt, max_tokens=1, reuse=False),
+        request(8, "9999" + prompt[4:], max_tokens=1),
+        request(9, prompt, max_tokens=1),
+    ]
+    for each in runs:
+        world.submit(each)
+        world.run()
+    assert world.cached == {1: 0, 2: 0, 3: 8, 4: 0, 5: 0, 6: 0, 7: 0, 8: 0, 9: 8}
+    world.check_rest()
+
+
+def test_colliding_hashes_are_not_a_hit() -> None:
+    world = World(limits(), hashing=False)
+    world.composer = Composer(world.limits, lambda ids, lora, salt: [7] * (len(ids) // 4))
+    for key, prompt in enumerate(["aaaabbbbc", "ddddeeeef"]):
+        world.composer.submit(request(key, prompt, max_tokens=1), 0.0)
+        while not world.composer.idle:
+            step = world.plan()
+            world.composer.complete(step, Drawn([1] * len(step.rows)), 0.0)
+    deltas, _ = world.composer.take_results()
+    assert [delta.cached_prompt_tokens for delta in deltas] == [0, 0]
+
+
+def test_the_answer_is_reused_by_the_next_turn() -> None:
+    world = World(limits())
+    world.submit(request(1, "0123", max_tokens=9))
+    world.run()
+    turn = [ord(c) for c in "0123"] + world.answers[1, 0] + [1, 2, 3]
+    world.submit(request(2, turn, max_tokens=1))
+    world.run()
+    # 4 + 9 ids, of which the last was never computed.
+    assert world.cached[2] == 12
+
+
+def test_a_crowd_with_one_prefix_computes_it_once() -> None:
+    world = World(limits(slots=8, lanes=16, kv_blocks=64, context_tokens=128))
+    shared = list(range(40))
+    for key in range(8):
+        world.submit(request(key, [*shared, 50 + key, 60], max_tokens=2))
+    world.run()
+    computed = sum(step.prefill_tokens for step in world.steps)
+    # The second may begin in the step that computes the first one's end.
+    assert 42 + 7 * 2 <= computed <= 42 + 7 * 2 + 16
+    assert sum(world.cached.values()) == 8 * 42 - computed
+    world.check_rest()
+
+
+def test_choices_share_the_prompt() -> None:
+    world = World(limits(kv_blocks=16))
+    world.submit(request(1, "0123456789", n=3, max_tokens=5))
+    world.step()
+    assert world.composer.kv.used_blocks <= 2 + 3
+    assert [len(world.answers[1, choice]) for choice in range(3)] == [1, 1, 1]
+    world.run()
+    assert sum(step.prefill_tokens for step in world.steps) == 10
+    assert [world.answers[1, choice] for choice in range(3)] == alone(request(1, "0123456789", n=3, max_tokens=5))
+    finishes = [delta.finish for delta in world.deltas if delta.finish is not None]
+    assert finishes[-1].completion_tokens == 15
+    world.check_rest()
+
+
+def test_a_choice_is_cancelled_alone_and_the_first_one_before_the_prompt_is_computed() -> None:
+    world = World(limits())
+    world.submit(request(1, [3] * 30, n=3, max_tokens=3))
+    world.step()
+    world.composer.cancel(1, 0, CANCELLED, world.now)
+    world.run()
+    assert world.outcomes == {(1, 0): CANCELLED, (1, 1): LENGTH, (1, 2): LENGTH}
+    world.check_rest()
+
+
+def test_memory_that_runs_out_pushes_out_the_youngest() -> None:
+    # Three requests that grow to 6 blocks each, in 12.
+    world = World(limits(kv_blocks=12, context_tokens=24))
+    requests = [request(key, [key] * 4, max_tokens=20) for key in range(3)]
+    for each in requests:
+        world.submit(each)
+    world.run()
+    assert set(world.outcomes.values()) == {LENGTH}
+    for each in requests:
+        assert [world.answers[each.key, 0]] == alone(each)
+    ends = [delta.key for delta in world.deltas if delta.finish]
+    assert ends[0] == 0
+    world.check_rest()
+
+
+def test_what_can_never_fit_is_refused_with_numbers() -> None:
+    world = World(limits(kv_blocks=4, context_tokens=64))
+    refusal = world.submit(request(1, [1] * 10, max_tokens=10))
+    assert refusal is not None
+    assert refusal.code == types_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED
+    assert "20 tokens" in refusal.message
+    assert "has 4" in refusal.message
+    too_long = world.submit(request(2, [1] * 64, max_tokens=1))
+    assert too_long is not None
+    assert "64" in too_long.message
+    assert world.submit(request(3, [1] * 10, max_tokens=6)) is None
+
+
+def test_a_full_queue_is_a_retryable_refusal() -> None:
+    world = World(limits(slots=1, max_waiting=1))
+    assert world.submit(request(1, "a")) is None
+    assert world.submit(request(2, "b")) is None
+    refusal = world.submit(request(3, "c"))
+    assert refusal is not None
+    assert refusal.retryable
+    assert refusal.code == types_pb2.ERROR_CODE_OVERLOADED
+
+
+def test_deadline_stops_within_one_step_running_or_waiting() -> None:
+    world = World(limits(slots=1))
+    world.submit(request(1, "ab", max_tokens=50, deadline_s=3.5))
+    world.submit(request(2, "cd", max_tokens=50, deadline_s=2.5))
+    world.run()
+    assert world.outcomes == {(1, 0): DEADLINE, (2, 0): DEADLINE}
+    assert (len(world.answers[1, 0]), len(world.answers[2, 0])) == (3, 0)
+    world.check_rest()
+
+
+def test_classes_go_first_but_starve_nobody() -> None:
+    world = World(limits(slots=1))
+    batch, interactive = types_pb2.REQUEST_CLASS_BATCH, types_pb2.REQUEST_CLASS_INTERACTIVE
+    world.submit(request(0, "a", max_tokens=2))
+    world.step()
+    world.submit(request(1, "b", max_tokens=2, class_=batch))
+    for key in range(2, 100):
+        world.submit(request(key, "c", max_tokens=2, class_=interactive))
+        world.step()
+        world.step()
+    order = [delta.key for delta in world.deltas if delta.finish]
+    assert order.index(2) < order.index(1)
+    assert 1 in order
+
+
+def test_prompt_logprobs_come_with_the_first_delta_one_for_each_id_but_the_first() -> None:
+    world = World(limits())
+    world.submit(request(1, "0123456789", max_tokens=2))
+    world.run()
+    world.submit(request(2, "0123456789" * 4, max_tokens=2, prompt_logprobs=True))
+    world.run()
+    first = next(delta for delta in world.deltas if delta.key == 2)
+    assert first.prompt_logprobs is not None
+    assert [each.drawn[0] for each in first.prompt_logprobs] == [ord(c) for c in "0123456789" * 4][1:]
+    assert world.cached[2] == 0
+
+
+def test_an_abandoned_step_is_computed_again() -> None:
+    world = World(limits())
+    world.submit(request(1, "0123456789", n=2, max_tokens=3))
+    world.composer.abandon(world.plan(), world.now)
+    world.run()
+    assert [world.answers[1, choice] for choice in range(2)] == alone(request(1, "0123456789", n=2, max_tokens=3))
+    world.check_rest()
+
+
+def test_a_failed_step_fails_those_in_it_only() -> None:
+    world = World(limits(slots=1))
+    world.submit(request(1, "ab", n=1))
+    world.submit(request(2, "cd"))
+    step = world.plan()
+    world.composer.fail(step, types_pb2.Error(code=types_pb2.ERROR_CODE_INTERNAL), world.now)
+    world.collect()
+    world.run()
+    assert world.outcomes == {(1, 0): FAILED, (2, 0): LENGTH}
+    world.check_rest()
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+prompts = st.one_of(
+    # Few different ids, and common beginnings: much to share.
+    st.lists(st.integers(0, 1), min_size=1, max_size=30),
+    st.builds(
+        lambda head, tail: [1, 2, 3, 4] * head + tail,
+        st.integers(0, 6),
+        st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    ),
+)
+
+
+@st.composite
+def requests_(draw: st.DrawFn) -> Request:
+    return request(
+        0,
+        draw(prompts),
+        max_tokens=draw(st.integers(1, 24)),
+        n=draw(st.sampled_from([1, 1, 1, 2, 3])),
+        min_tokens=draw(st.integers(0, 4)),
+        ignore_eos=draw(st.booleans()),
+        salt=draw(st.sampled_from([b"", b"", b"s"])),
+        reuse=draw(st.sampled_from([True, True, True, False])),
+        class_=draw(st.sampled_from([types_pb2.REQUEST_CLASS_INTERACTIVE, types_pb2.REQUEST_CLASS_BATCH])),
+        deadline_s=draw(st.one_of(st.none(), st.floats(1.0, 60.0))),
+        prompt_logprobs=draw(st.sampled_from([False, False, False, True])),
+    )
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), requests_()),
+        st.tuples(st.just("cancel"), st.tuples(st.integers(0, 30), st.sampled_from([None, 0, 1]))),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        # The step is computed while a cancellation arrives.
+        st.tuples(st.just("cancel_within"), st.integers(0, 30)),
+        st.tuples(st.just("abandon"), st.none()),
+        st.tuples(st.just("slots"), st.integers(1, 4)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(events=events, kv_blocks=st.integers(8, 40), lanes=st.integers(4, 9), seed=st.integers(0, 9))
+def test_any_interleaving_keeps_the_books(
+    events: list[tuple[str, object]], kv_blocks: int, lanes: int, seed: int
+) -> None:
+    dice = random.Random(seed)
+    ends = {}
+
+    def draw(sequence: Sequence) -> int:
+        place = (sequence.request.key, sequence.choice, sequence.drawn)
+        return ends.setdefault(place, EOS if dice.random() < 0.1 else next_id(sequence))
+
+    world = World(limits(kv_blocks=kv_blocks, lanes=lanes, context_tokens=60), draw=draw)
+    cancelled: set[int] = set()
+    key = 0
+    for what, value in events:
+        if what == "submit":
+            assert isinstance(value, Request)
+            key += 1
+            world.submit(
+                Request(**{name: getattr(value, name) for name in Request.__slots__ if name != "key"}, key=key)
+            )
+        elif what == "cancel":
+            assert isinstance(value, tuple)
+            cancelled.add(value[0])
+            world.composer.cancel(value[0], value[1], CANCELLED, world.now)
+            world.collect()
+        elif what == "step":
+            assert isinstance(value, int)
+            for _ in range(value):
+                world.step()
+        elif what == "cancel_within":
+            assert isinstance(value, int)
+            step = world.plan()
+            cancelled.add(value)
+            world.composer.cancel(value, None, CANCELLED, world.now)
+            world.complete(step)
+        elif what == "abandon":
+            world.composer.abandon(world.plan(), world.now)
+            world.collect()
+        else:
+            assert isinstance(value, int)
+            world.composer.slots = value
+    world.run()
+    expected = {(key, choice) for key, each in world.requests.items() for choice in range(each.n)}
+    assert set(world.outcomes) == expected, "each choice ends exactly once"
+    for (key, choice), outcome in world.outcomes.items():
+        answer = world.answers[key, choice]
+        stopping = world.requests[key].stopping
+        assert len(answer) <= stopping.max_tokens
+        if outcome == STOP:
+            assert answer[-1] == EOS
+            assert len(answer) > stopping.min_tokens
+        elif outcome == LENGTH:
+            room = 60 - len(world.requests[key].prompt_ids)
+            assert len(answer) == min(stopping.max_tokens, room)
+        elif outcome == CANCELLED:
+            assert key in cancelled
+        else:
+            assert outcome == DEADLINE
+            assert world.requests[key].deadline_s is not None
+        # Whatever was beside it, pushed out or shared, the ids are those of the text before them.
+        text = list(world.requests[key].prompt_ids)
+        for index, token in enumerate(answer):
+            assert token == ends[key, choice, index]
+            assert token == EOS or token == hash((tuple(text), choice)) % 90
+            text.append(token)
+    world.check_rest()
