@@ -6,8 +6,8 @@ use prost::Message as _;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?).join("../proto");
-    let files = ["types", "router", "worker", "scheduler", "cache"]
-        .map(|name| root.join(format!("headrace/v1/{name}.proto")));
+    let files =
+        ["types", "router", "worker", "scheduler", "cache"].map(|name| root.join(format!("headrace/v1/{name}.proto")));
     println!("cargo:rerun-if-changed={}", root.display());
     let descriptors = protox::compile(files, [&root])?;
     let out = PathBuf::from(env::var("OUT_DIR")?);

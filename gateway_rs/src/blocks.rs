@@ -304,12 +304,16 @@ mod tests {
             unreachable!("a chat has a chat prompt")
         };
         let ids: Vec<u32> = format!("{:?}", prompt.messages).bytes().map(u32::from).collect();
-        let max_tokens = request.resolve_max_tokens(ids.len(), limits.context_tokens).expect(body);
+        let max_tokens = request
+            .resolve_max_tokens(ids.len(), limits.context_tokens)
+            .expect(body);
         answer_key(scope, &[(&ids, max_tokens)], &request)
     }
 
     fn body(more: &str) -> String {
-        format!(r#"{{"model":"toy","messages":[{{"role":"user","content":"hi"}}],"temperature":0,"max_tokens":9{more}}}"#)
+        format!(
+            r#"{{"model":"toy","messages":[{{"role":"user","content":"hi"}}],"temperature":0,"max_tokens":9{more}}}"#
+        )
     }
 
     #[test]
@@ -369,7 +373,8 @@ mod tests {
     fn how_it_is_asked_and_sent_changes_nothing() {
         let key = chat_key(&body(""));
         for same in [
-            r#" { "temperature": 0.0, "max_tokens": 9, "messages": [{"content":"hi","role":"user"}], "model":"toy" } "#.to_owned(),
+            r#" { "temperature": 0.0, "max_tokens": 9, "messages": [{"content":"hi","role":"user"}], "model":"toy" } "#
+                .to_owned(),
             body(r#","n":1"#),
             body(r#","stream":true"#),
             body(r#","stream":true,"stream_options":{"include_usage":true}"#),
@@ -388,11 +393,27 @@ mod tests {
         let key = chat_key(&body(""));
         for other in [
             Scope { tenant: "t2", ..SCOPE },
-            Scope { model_version: "other", ..SCOPE },
-            Scope { template: "other", ..SCOPE },
-            Scope { tokenizer: "other", ..SCOPE },
-            Scope { eos_ids: &[900], ..SCOPE },
-            Scope { tenant: "t1w", model_version: "eights", ..SCOPE },
+            Scope {
+                model_version: "other",
+                ..SCOPE
+            },
+            Scope {
+                template: "other",
+                ..SCOPE
+            },
+            Scope {
+                tokenizer: "other",
+                ..SCOPE
+            },
+            Scope {
+                eos_ids: &[900],
+                ..SCOPE
+            },
+            Scope {
+                tenant: "t1w",
+                model_version: "eights",
+                ..SCOPE
+            },
         ] {
             assert_ne!(chat_key_in(&other, &body("")), key);
         }

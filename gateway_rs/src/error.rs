@@ -367,7 +367,10 @@ mod tests {
             assert_eq!(body["error"]["code"], code.openai_code());
             assert_eq!(body["error"]["type"], code.openai_type());
             let callers_fault = error.http_status() < 500 && error.http_status() != 429;
-            assert!(!(callers_fault && error.retryable), "{code:?}: a retry could never succeed");
+            assert!(
+                !(callers_fault && error.retryable),
+                "{code:?}: a retry could never succeed"
+            );
         }
     }
 
@@ -402,7 +405,10 @@ mod tests {
     fn a_wait_is_rounded_up_to_seconds() {
         let error = ApiError::new(ErrorCode::Overloaded, "full");
         assert_eq!(error.retry_after_s(), None);
-        assert_eq!(error.clone().with_retry_after(Duration::from_millis(1)).retry_after_s(), Some(1));
+        assert_eq!(
+            error.clone().with_retry_after(Duration::from_millis(1)).retry_after_s(),
+            Some(1)
+        );
         assert_eq!(error.with_retry_after(Duration::from_secs(2)).retry_after_s(), Some(2));
     }
 

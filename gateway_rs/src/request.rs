@@ -377,10 +377,16 @@ pub(crate) fn check_tool(tool: &Value, param: &str) -> Result<(), ApiError> {
         return Err(ApiError::invalid(param, "a tool must be an object"));
     };
     if tool.get("type").and_then(Value::as_str) != Some("function") {
-        return Err(ApiError::invalid(format!("{param}.type"), "a tool's type must be 'function'"));
+        return Err(ApiError::invalid(
+            format!("{param}.type"),
+            "a tool's type must be 'function'",
+        ));
     }
     let Some(function) = tool.get("function").and_then(Value::as_object) else {
-        return Err(ApiError::invalid(format!("{param}.function"), "a tool must have an object 'function'"));
+        return Err(ApiError::invalid(
+            format!("{param}.function"),
+            "a tool must have an object 'function'",
+        ));
     };
     match function.get("name").and_then(Value::as_str) {
         Some(name) if !name.is_empty() => {}
@@ -890,7 +896,11 @@ impl Draft {
     fn check_stop(&self, limits: &Limits) -> Result<(), ApiError> {
         let refuse = |message: String| Err(ApiError::invalid(self.door.name(Field::Stop), message));
         if self.stop.len() > limits.max_stop {
-            return refuse(format!("at most {} stop strings, got {}", limits.max_stop, self.stop.len()));
+            return refuse(format!(
+                "at most {} stop strings, got {}",
+                limits.max_stop,
+                self.stop.len()
+            ));
         }
         if self.stop.iter().any(String::is_empty) {
             return refuse("a stop string must not be empty".into());
@@ -926,7 +936,11 @@ fn in_range(param: &str, value: Option<f64>, low: f64, high: f64, default: f32) 
         None => Ok(default),
         Some(value) if (low..=high).contains(&value) => Ok(value as f32),
         Some(value) => {
-            let low = if low == f64::from(f32::MIN_POSITIVE) { "above 0".into() } else { format!("at least {low}") };
+            let low = if low == f64::from(f32::MIN_POSITIVE) {
+                "above 0".into()
+            } else {
+                format!("at least {low}")
+            };
             Err(ApiError::invalid(
                 param,
                 format!("{param} must be {low} and at most {high}, got {value}"),
@@ -942,7 +956,10 @@ fn in_vocabulary(id: i64, limits: &Limits) -> Option<u32> {
 fn not_in_vocabulary(param: &str, id: i64, limits: &Limits) -> ApiError {
     ApiError::invalid(
         param,
-        format!("a token id must be between 0 and {}, got {id}", limits.vocab_size.saturating_sub(1)),
+        format!(
+            "a token id must be between 0 and {}, got {id}",
+            limits.vocab_size.saturating_sub(1)
+        ),
     )
 }
 

@@ -89,8 +89,8 @@ pub fn admit(guided: &Guided, strict: bool, limits: &Limits) -> Result<(), Refus
         Guided::JsonObject => Ok(()),
         Guided::JsonSchema(text) => {
             check_bytes("the schema", text, limits)?;
-            let schema: Value =
-                serde_json::from_str(text).map_err(|error| Refusal::mistake(format!("the schema isn't JSON: {error}")))?;
+            let schema: Value = serde_json::from_str(text)
+                .map_err(|error| Refusal::mistake(format!("the schema isn't JSON: {error}")))?;
             admit_schema(&schema, strict, limits)
         }
         Guided::Regex(pattern) => check_pattern(pattern, limits)
@@ -157,55 +157,77 @@ fn check_pattern(pattern: &str, limits: &Limits) -> Result<(), String> {
             // The last line is the reason; those before it draw the pattern.
             other => {
                 let text = other.to_string();
-                text.lines().last().unwrap_or_default().trim_start_matches("error: ").to_string()
+                text.lines()
+                    .last()
+                    .unwrap_or_default()
+                    .trim_start_matches("error: ")
+                    .to_string()
             }
         })
 }
 
-/// What the regex crate is kinder about than the language of JSON schemas: a quantifier on a quantifier. And how often a
-/// quantifier may repeat, for a grammar spells that out.
+/// What the regex crate is kinder about than the language of JSON schemas: a quantifier on a quantifier or on nothing. And
+/// how often a quantifier may repeat, for a grammar spells that out.
 fn check_quantifiers(pattern: &str, limits: &Limits) -> Result<(), String> {
     let mut chars = pattern.char_indices().peekable();
     let mut in_class = false;
-    let mut quantified = false;
+    let mut repeatable = false;
     while let Some((at, c)) = chars.next() {
-        let mut quantifies = false;
+        let quantifies = !in_class && matches!(c, '*' | '+' | '?' | '{');
+        if quantifies && !repeatable {
+            return Err(format!("nothing to repeat at byte {at}"));
+        }
+        repeatable = !quantifies;
         match c {
             '\\' => {
                 chars.next();
             }
             '[' if !in_class => in_class = true,
             ']' if in_class => in_class = false,
-            '*' | '+' | '?' if !in_class => quantifies = true,
+            '(' if !in_class => {
+                // What kind of group it is.
+                chars.next_if(|(_, c)| *c == '?');
+                repeatable = false;
+            }
+            '|' | '^' if !in_class => repeatable = false,
             '{' if !in_class => {
-                let inner = pattern[at + 1..].split('}').next().unwrap_or_default();
-                for count in inner.split(',').filter_map(|count| count.trim().parse::<u64>().ok()) {
-                    if count > limits.max_repetitions {
-                        return Err(format!("it may repeat at most {} times, asks for {count}", limits.max_repetitions));
-                    }
-                }
+                check_counts(&pattern[at + 1..], limits)?;
                 while chars.next_if(|(_, c)| *c != '}').is_some() {}
                 chars.next();
-                quantifies = true;
             }
             _ => {}
         }
         if quantifies {
-            if quantified {
-                return Err(format!("nothing to repeat at byte {at}"));
-            }
             // Lazy.
             chars.next_if(|(_, c)| *c == '?');
         }
-        quantified = quantifies;
     }
     Ok(())
+}
+
+/// The counts of `{1,3}`, given what follows its opening.
+fn check_counts(rest: &str, limits: &Limits) -> Result<(), String> {
+    let inner = rest.split('}').next().unwrap_or_default();
+    match inner
+        .split(',')
+        .filter_map(|count| count.trim().parse::<u64>().ok())
+        .find(|count| *count > limits.max_repetitions)
+    {
+        Some(count) => Err(format!(
+            "it may repeat at most {} times, asks for {count}",
+            limits.max_repetitions
+        )),
+        None => Ok(()),
+    }
 }
 
 /// Whether a schema can be turned into a grammar, and with `strict` whether that grammar is all the schema says.
 pub fn admit_schema(schema: &Value, strict: bool, limits: &Limits) -> Result<(), Refusal> {
     let Value::Object(root) = schema else {
-        return Err(Refusal::mistake(format!("a schema must be an object, got {}", type_name(schema))));
+        return Err(Refusal::mistake(format!(
+            "a schema must be an object, got {}",
+            type_name(schema)
+        )));
     };
     let mut walk = Walk {
         root,
@@ -214,7 +236,9 @@ pub fn admit_schema(schema: &Value, strict: bool, limits: &Limits) -> Result<(),
         schemas: 0,
         targets: HashMap::new(),
     };
+    walk.check_references(schema)?;
     walk.visit(root, "#", 0)?;
+    walk.visit_targets()?;
     walk.check_left_recursion()
 }
 
@@ -237,13 +261,41 @@ const ANNOTATIONS: [&str; 14] = [
 ];
 
 const TYPES: [&str; 7] = ["string", "integer", "number", "boolean", "null", "object", "array"];
-const FORMATS: [&str; 9] = ["date", "time", "date-time", "uuid", "uuid1", "uuid2", "uuid3", "uuid4", "uuid5"];
+const FORMATS: [&str; 9] = [
+    "date",
+    "time",
+    "date-time",
+    "uuid",
+    "uuid1",
+    "uuid2",
+    "uuid3",
+    "uuid4",
+    "uuid5",
+];
 
 /// Names of the converter's own rules. It names a `$ref`'s rule by the last part of the reference, so these would be
 /// taken for its own.
 const RULE_NAMES: [&str; 20] = [
-    "root", "dot", "space", "boolean", "decimal-part", "integral-part", "number", "integer", "value", "object", "array",
-    "uuid", "char", "string", "null", "date", "time", "date-time", "date-string", "time-string",
+    "root",
+    "dot",
+    "space",
+    "boolean",
+    "decimal-part",
+    "integral-part",
+    "number",
+    "integer",
+    "value",
+    "object",
+    "array",
+    "uuid",
+    "char",
+    "string",
+    "null",
+    "date",
+    "time",
+    "date-time",
+    "date-string",
+    "time-string",
 ];
 
 /// The converter's branches, in its order.
@@ -271,7 +323,9 @@ impl Form {
         let kind = schema.get("type");
         let is = |name: &str| kind.is_none_or(|kind| kind == name);
         let has = |key: &str| schema.contains_key(key);
-        let closed = schema.get("additionalProperties").is_some_and(|more| *more != Value::Bool(true));
+        let closed = schema
+            .get("additionalProperties")
+            .is_some_and(|more| *more != Value::Bool(true));
         if has("$ref") {
             Some(Self::Reference)
         } else if has("oneOf") || has("anyOf") {
@@ -360,17 +414,7 @@ impl<'a> Walk<'a> {
             )));
         }
         check_types(schema, at)?;
-        for definitions in ["$defs", "definitions"] {
-            if let Some(value) = schema.get(definitions) {
-                let at = format!("{at}/{definitions}");
-                for (name, definition) in object(value, &at)? {
-                    let at = format!("{at}/{name}");
-                    self.visit(object(definition, &at)?, &at, depth + 1)?;
-                }
-            }
-        }
-        let only_definitions = depth == 0 && schema.keys().all(|key| ANNOTATIONS.contains(&key.as_str()));
-        let Some(form) = Form::of(schema).filter(|_| !only_definitions || schema.is_empty()) else {
+        let Some(form) = Form::of(schema) else {
             return Err(Refusal::unsupported(format!(
                 "{at}: a schema needs a 'type' (or '$ref', 'anyOf', 'const', 'enum') to be enforced"
             )));
@@ -383,9 +427,16 @@ impl<'a> Walk<'a> {
     }
 
     /// What this branch reads has the right shape and is within limits.
-    fn check_form(&mut self, form: Form, schema: &'a Map<String, Value>, at: &str, depth: usize) -> Result<(), Refusal> {
+    fn check_form(
+        &mut self,
+        form: Form,
+        schema: &'a Map<String, Value>,
+        at: &str,
+        depth: usize,
+    ) -> Result<(), Refusal> {
         match form {
-            Form::Reference => self.check_reference(schema, at),
+            // All of them were checked before.
+            Form::Reference => Ok(()),
             Form::Union => {
                 let key = if schema.contains_key("oneOf") { "oneOf" } else { "anyOf" };
                 self.visit_list(&schema[key], &format!("{at}/{key}"), depth)
@@ -406,7 +457,11 @@ impl<'a> Walk<'a> {
             Form::Properties => self.check_properties(schema, at, depth),
             Form::AllOf => self.check_all_of(schema, at, depth),
             Form::Tuple => {
-                let key = if schema.contains_key("items") { "items" } else { "prefixItems" };
+                let key = if schema.contains_key("items") {
+                    "items"
+                } else {
+                    "prefixItems"
+                };
                 self.visit_list(&schema[key], &format!("{at}/{key}"), depth)
             }
             Form::List => {
@@ -442,29 +497,68 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    fn check_reference(&mut self, schema: &'a Map<String, Value>, at: &str) -> Result<(), Refusal> {
-        let reference = schema["$ref"]
+    /// All references, wherever they stand: the converter resolves them first, also those in what it doesn't read later.
+    fn check_references(&mut self, value: &'a Value) -> Result<(), Refusal> {
+        match value {
+            Value::Array(items) => items.iter().try_for_each(|item| self.check_references(item)),
+            Value::Object(members) => match members.get("$ref") {
+                None => members.values().try_for_each(|member| self.check_references(member)),
+                Some(reference) => {
+                    // It doesn't look beside a reference.
+                    if members
+                        .iter()
+                        .any(|(key, member)| key != "$ref" && has_reference(member))
+                    {
+                        return Err(Refusal::unsupported(
+                            "a '$ref' can't stand beside others; put it into an 'anyOf' of its own",
+                        ));
+                    }
+                    self.check_reference(reference)
+                }
+            },
+            _ => Ok(()),
+        }
+    }
+
+    fn check_reference(&mut self, reference: &'a Value) -> Result<(), Refusal> {
+        let reference = reference
             .as_str()
-            .ok_or_else(|| Refusal::mistake(format!("{at}/$ref: must be a string")))?;
+            .ok_or_else(|| Refusal::mistake("a '$ref' must be a string"))?;
         if !reference.starts_with("#/") {
             return Err(Refusal::unsupported(format!(
-                "{at}/$ref: only references within the schema ('#/…') can be followed, got {}",
+                "only a '$ref' within the schema ('#/…') can be followed, got {}",
                 shorten(reference)
             )));
         }
         if self.resolve(reference).is_none() {
             return Err(Refusal::mistake(format!(
-                "{at}/$ref: {} doesn't lead to a schema",
+                "the '$ref' {} doesn't lead to a schema",
                 shorten(reference)
             )));
         }
         let name = reference.rsplit('/').next().unwrap_or_default();
-        let taken = self.targets.insert(name, reference).is_some_and(|other| other != reference);
+        let taken = self
+            .targets
+            .insert(name, reference)
+            .is_some_and(|other| other != reference);
         if taken || name.is_empty() || RULE_NAMES.contains(&name) {
             return Err(Refusal::unsupported(format!(
-                "{at}/$ref: the definition's name {} is taken; give it another one",
+                "the '$ref' {} needs a definition of another name; {} is taken",
+                shorten(reference),
                 shorten(name)
             )));
+        }
+        Ok(())
+    }
+
+    /// The schemas that references lead to. Definitions that nobody refers to are never read.
+    fn visit_targets(&mut self) -> Result<(), Refusal> {
+        let mut references: Vec<&'a str> = self.targets.values().copied().collect();
+        references.sort_unstable();
+        for reference in references {
+            if let Some(schema) = self.resolve(reference) {
+                self.visit(schema, reference, 1)?;
+            }
         }
         Ok(())
     }
@@ -551,20 +645,23 @@ impl<'a> Walk<'a> {
                     "{at}/{key}: must be at most {}, got {count}",
                     self.limits.max_repetitions
                 ))),
-                None => Err(Refusal::mistake(format!("{at}/{key}: must be a whole number from 0 on"))),
+                None => Err(Refusal::mistake(format!(
+                    "{at}/{key}: must be a whole number from 0 on"
+                ))),
             },
         };
         match (bound(low)?, bound(high)?) {
-            (Some(least), Some(most)) if least > most => Err(Refusal::mistake(format!(
-                "{at}/{low}: {least} is over {high}, {most}"
-            ))),
+            (Some(least), Some(most)) if least > most => {
+                Err(Refusal::mistake(format!("{at}/{low}: {least} is over {high}, {most}")))
+            }
             _ => Ok(()),
         }
     }
 
     fn check_schema_pattern(&self, pattern: &str, at: &str) -> Result<(), Refusal> {
-        check_pattern(pattern, self.limits)
-            .map_err(|reason| Refusal::mistake(format!("{at}/pattern: {} can't be used: {reason}", shorten(pattern))))?;
+        check_pattern(pattern, self.limits).map_err(|reason| {
+            Refusal::mistake(format!("{at}/pattern: {} can't be used: {reason}", shorten(pattern)))
+        })?;
         let unsupported = |what: &str| {
             Err(Refusal::unsupported(format!(
                 "{at}/pattern: {} can't be enforced: {what}",
@@ -574,21 +671,33 @@ impl<'a> Walk<'a> {
         let Some(inner) = pattern.strip_prefix('^').and_then(|rest| rest.strip_suffix('$')) else {
             return unsupported("it must begin with '^' and end with '$'");
         };
-        if inner.ends_with('\\') {
-            return unsupported("it must end with '$'");
-        }
         let mut chars = inner.chars().peekable();
         let mut in_class = false;
         while let Some(c) = chars.next() {
             match c {
                 '\\' => match chars.next() {
-                    Some(c) if c.is_ascii_alphanumeric() && !matches!(c, 'n' | 'r' | 't') => {
-                        return unsupported(&format!("no '\\{c}'; write the characters out, like [0-9]"));
+                    Some('[' | ']') => {}
+                    Some('(' | ')' | '|' | '{' | '}' | '*' | '+' | '?') if !in_class => {}
+                    Some(c) => {
+                        return unsupported(&format!("no '\\{c}'; write the characters out, like [0-9] or [.]"));
                     }
-                    _ => {}
+                    None => return unsupported("it must end with '$'"),
                 },
-                '[' if !in_class => in_class = true,
+                // They would have to be written as escapes, which a pattern of the text itself can't say.
+                '"' => return unsupported("no quotes"),
+                c if c.is_control() => return unsupported("no control characters"),
+                '[' if in_class => return unsupported("no '[' inside a class"),
+                '[' => {
+                    in_class = true;
+                    chars.next_if_eq(&'^');
+                    if chars.peek() == Some(&']') {
+                        return unsupported("no empty class");
+                    }
+                }
                 ']' => in_class = false,
+                '&' | '~' | '-' if in_class && chars.peek() == Some(&c) => {
+                    return unsupported("no operators inside a class");
+                }
                 '(' if !in_class && chars.peek() == Some(&'?') => return unsupported("no '(?'"),
                 '^' | '$' if !in_class => return unsupported("no anchors inside"),
                 '*' | '+' | '?' | '}' if !in_class && chars.peek() == Some(&'?') => {
@@ -626,7 +735,10 @@ impl<'a> Walk<'a> {
         for start in self.targets.values() {
             let mut open = Vec::new();
             if self.returns_to_itself(start, &mut open, &mut done) {
-                return Err(Refusal::mistake(format!("{} refers to itself without end", shorten(start))));
+                return Err(Refusal::mistake(format!(
+                    "{} refers to itself without end",
+                    shorten(start)
+                )));
             }
         }
         Ok(())
@@ -659,10 +771,23 @@ fn head_references<'a>(schema: &'a Map<String, Value>, heads: &mut Vec<&'a str>,
     } else if let Some(alternatives) = schema.get("oneOf").or_else(|| schema.get("anyOf")) {
         // Deeper than any admitted schema, there is nothing to look for.
         if depth < 128 {
-            for alternative in alternatives.as_array().into_iter().flatten().filter_map(Value::as_object) {
+            for alternative in alternatives
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter_map(Value::as_object)
+            {
                 head_references(alternative, heads, depth + 1);
             }
         }
+    }
+}
+
+fn has_reference(value: &Value) -> bool {
+    match value {
+        Value::Array(items) => items.iter().any(has_reference),
+        Value::Object(members) => members.contains_key("$ref") || members.values().any(has_reference),
+        _ => false,
     }
 }
 
@@ -676,7 +801,10 @@ fn check_types(schema: &Map<String, Value>, at: &str) -> Result<(), Refusal> {
     if right {
         Ok(())
     } else {
-        Err(Refusal::mistake(format!("{at}/type: must be one or more of {}", TYPES.join(", "))))
+        Err(Refusal::mistake(format!(
+            "{at}/type: must be one or more of {}",
+            TYPES.join(", ")
+        )))
     }
 }
 
@@ -687,22 +815,33 @@ fn required<'a>(schema: &'a Map<String, Value>, at: &str) -> Result<Vec<&'a str>
     let at = format!("{at}/required");
     list(value, &at)?
         .iter()
-        .map(|name| name.as_str().ok_or_else(|| Refusal::mistake(format!("{at}: must be a list of names"))))
+        .map(|name| {
+            name.as_str()
+                .ok_or_else(|| Refusal::mistake(format!("{at}: must be a list of names")))
+        })
         .collect()
 }
 
 fn object<'a>(value: &'a Value, at: &str) -> Result<&'a Map<String, Value>, Refusal> {
     match value {
         Value::Object(object) => Ok(object),
-        Value::Bool(_) => Err(Refusal::unsupported(format!("{at}: true and false as schemas can't be enforced"))),
-        other => Err(Refusal::mistake(format!("{at}: must be an object, got {}", type_name(other)))),
+        Value::Bool(_) => Err(Refusal::unsupported(format!(
+            "{at}: true and false as schemas can't be enforced"
+        ))),
+        other => Err(Refusal::mistake(format!(
+            "{at}: must be an object, got {}",
+            type_name(other)
+        ))),
     }
 }
 
 fn list<'a>(value: &'a Value, at: &str) -> Result<&'a [Value], Refusal> {
     match value {
         Value::Array(items) => Ok(items),
-        other => Err(Refusal::mistake(format!("{at}: must be a list, got {}", type_name(other)))),
+        other => Err(Refusal::mistake(format!(
+            "{at}: must be a list, got {}",
+            type_name(other)
+        ))),
     }
 }
 
@@ -731,4 +870,267 @@ fn check_name(text: &str, at: &str) -> Result<(), Refusal> {
         )));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn strict(schema: &Value) -> Result<(), Refusal> {
+        admit_schema(schema, true, &Limits::default())
+    }
+
+    fn lenient(schema: &Value) -> Result<(), Refusal> {
+        admit_schema(schema, false, &Limits::default())
+    }
+
+    #[track_caller]
+    fn refused_always(schema: Value, word: &str) {
+        for result in [strict(&schema), lenient(&schema)] {
+            let refusal = result.expect_err(word);
+            assert!(refusal.message.contains(word), "{schema}: {}", refusal.message);
+        }
+    }
+
+    #[track_caller]
+    fn refused_when_strict(schema: Value, word: &str) {
+        let refusal = strict(&schema).expect_err(word);
+        assert!(refusal.message.contains(word), "{schema}: {}", refusal.message);
+        assert_eq!(lenient(&schema), Ok(()), "{schema}");
+    }
+
+    #[test]
+    fn what_the_converter_enforces_is_admitted() {
+        for schema in [
+            json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}),
+            json!({"type": "object"}),
+            json!({}),
+            json!({"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 9}, "minItems": 1, "maxItems": 3}),
+            json!({"type": "array", "prefixItems": [{"type": "string"}, {"type": "null"}]}),
+            json!({"type": ["string", "null"]}),
+            json!({"enum": ["a", 1, null, ["b"]]}),
+            json!({"type": "string", "enum": ["a"]}),
+            json!({"const": {"a": 1}}),
+            json!({"anyOf": [{"type": "string"}, {"type": "integer"}]}),
+            json!({"type": "string", "pattern": "^[a-z]{1,3}(-[0-9]+)?$"}),
+            json!({"type": "string", "format": "date-time"}),
+            json!({"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}},
+                "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}}}),
+            json!({"allOf": [{"type": "object", "properties": {"a": {"type": "string"}}},
+                {"$ref": "#/$defs/b"}], "$defs": {"b": {"type": "object", "properties": {"b": {"type": "string"}}}}}),
+            json!({"type": "object", "additionalProperties": {"type": "integer"}, "title": "T", "description": "d",
+                "x-order": 1, "default": {}}),
+        ] {
+            assert_eq!(strict(&schema), Ok(()), "{schema}");
+            assert_eq!(lenient(&schema), Ok(()), "{schema}");
+        }
+    }
+
+    #[test]
+    fn a_keyword_that_would_be_dropped_is_named() {
+        refused_when_strict(json!({"type": "integer", "minimum": 1}), "'minimum'");
+        refused_when_strict(json!({"type": "number", "multipleOf": 2}), "'multipleOf'");
+        refused_when_strict(json!({"type": "string", "format": "email"}), "'format'");
+        refused_when_strict(
+            json!({"type": "string", "pattern": "^a$", "maxLength": 1}),
+            "'maxLength'",
+        );
+        refused_when_strict(json!({"type": "string", "enum": ["a"], "minLength": 1}), "'minLength'");
+        refused_when_strict(json!({"type": ["string", "null"], "enum": ["a", null]}), "'enum'");
+        refused_when_strict(json!({"type": "array", "minItems": 1}), "'minItems'");
+        refused_when_strict(
+            json!({"type": "array", "items": {"type": "null"}, "uniqueItems": true}),
+            "'uniqueItems'",
+        );
+        refused_when_strict(
+            json!({"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "null"}}),
+            "'prefixItems'",
+        );
+        refused_when_strict(
+            json!({"type": "object", "patternProperties": {"a": {}}}),
+            "'patternProperties'",
+        );
+        refused_when_strict(json!({"type": "object", "minProperties": 1}), "'minProperties'");
+        refused_when_strict(json!({"type": "object", "required": ["a"]}), "'required'");
+        refused_when_strict(json!({"type": "object", "anyOf": [{"type": "object"}]}), "'type'");
+        refused_when_strict(json!({"oneOf": [{"type": "string"}, {"type": "null"}]}), "'anyOf'");
+        refused_when_strict(json!({"type": "string", "not": {"const": "a"}}), "'not'");
+        refused_when_strict(json!({"type": "string", "nullable": true}), "'nullable'");
+        refused_when_strict(
+            json!({"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": {"type": "string"}}}),
+            "'minLength'",
+        );
+        refused_when_strict(
+            json!({"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer", "maximum": 1}}}}}),
+            "#/properties/a/properties/b: the keyword 'maximum'",
+        );
+    }
+
+    #[test]
+    fn what_would_come_out_as_something_else_is_refused() {
+        refused_when_strict(
+            json!({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]}),
+            "'b'",
+        );
+        refused_when_strict(
+            json!({"allOf": [{"type": "object", "properties": {"a": {"type": "null"}}},
+                {"type": "object", "properties": {"a": {"type": "null"}}}]}),
+            "two parts",
+        );
+        refused_when_strict(
+            json!({"allOf": [{"anyOf": [{"type": "object", "properties": {}}]}]}),
+            "'allOf'",
+        );
+    }
+
+    #[test]
+    fn what_the_converter_chokes_on_is_refused_always() {
+        refused_always(json!(7), "an object");
+        refused_always(json!({"type": "yaml"}), "type");
+        refused_always(json!({"type": 7}), "type");
+        refused_always(json!({"type": []}), "type");
+        refused_always(json!({"description": "anything"}), "'type'");
+        refused_always(json!({"minimum": 1}), "'type'");
+        refused_always(json!({"minLength": 1}), "'type'");
+        refused_always(json!({"enum": []}), "enum");
+        refused_always(json!({"anyOf": []}), "anyOf");
+        refused_always(json!({"anyOf": {}}), "list");
+        refused_always(json!({"type": "array", "items": {}}), "items");
+        refused_always(json!({"type": "array", "items": true}), "items");
+        refused_always(json!({"type": "object", "properties": {"a": true}}), "properties/a");
+        refused_always(json!({"type": "object", "properties": 7}), "properties");
+        refused_always(
+            json!({"type": "object", "properties": {"a": {"type": "null"}}, "required": [7]}),
+            "required",
+        );
+        refused_always(
+            json!({"type": "object", "properties": {"a\"b": {"type": "null"}}}),
+            "quotes",
+        );
+        refused_always(
+            json!({"type": "object", "properties": {"$ref": {"type": "null"}}}),
+            "$ref",
+        );
+        refused_always(json!({"enum": ["a\\b"]}), "backslashes");
+        refused_always(json!({"const": {"a": "\n"}}), "control");
+        refused_always(json!({"type": "string", "minLength": -1}), "minLength");
+        refused_always(json!({"type": "string", "minLength": 2, "maxLength": 1}), "minLength");
+    }
+
+    #[test]
+    fn references_lead_somewhere_and_come_to_an_end() {
+        refused_always(json!({"$ref": 7}), "string");
+        refused_always(json!({"$ref": "#"}), "within the schema");
+        refused_always(json!({"$ref": "https://example.com/x"}), "within the schema");
+        refused_always(json!({"$ref": "#/$defs/a"}), "doesn't lead");
+        refused_always(
+            json!({"$ref": "#/$defs/string", "$defs": {"string": {"type": "null"}}}),
+            "taken",
+        );
+        refused_always(
+            json!({"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/definitions/a"}], "$defs": {"a": {"type": "null"}},
+                "definitions": {"a": {"type": "string"}}}),
+            "taken",
+        );
+        refused_always(
+            json!({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+            "without end",
+        );
+        refused_always(
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+            "beside others",
+        );
+        refused_always(
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {}}}}),
+            "items",
+        );
+        refused_always(json!({"type": "null", "default": {"$ref": 7}}), "string");
+        let unused = json!({"type": "null", "$defs": {"a": {"type": "array", "items": {}}}});
+        assert_eq!(strict(&unused), Ok(()));
+        refused_always(
+            json!({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/b"}]},
+                "b": {"$ref": "#/$defs/a"}}}),
+            "without end",
+        );
+    }
+
+    #[test]
+    fn patterns_compile_and_are_bounded() {
+        let pattern = |pattern: &str| json!({"type": "string", "pattern": pattern});
+        for (bad, word) in [
+            ("foo**", "nothing to repeat"),
+            ("^a+*$", "nothing to repeat"),
+            ("^a{2}{3}$", "nothing to repeat"),
+            ("^*a$", "nothing to repeat"),
+            ("^(+a)$", "nothing to repeat"),
+            ("^a|?$", "nothing to repeat"),
+            ("^[]a]$", "empty class"),
+            ("^[[:alpha:]]$", "inside a class"),
+            ("^[a&&b]$", "inside a class"),
+            ("^($", "unclosed group"),
+            ("^[b-a]$", "range"),
+            ("^a{1001}$", "1000"),
+            ("^(a{1000}){1000}$", "when compiled"),
+            ("a", "begin with"),
+            ("^a\\$", "end with"),
+            ("^\\d$", "'\\d'"),
+            ("^\\.$", "'\\.'"),
+            ("^[a\\-]$", "'\\-'"),
+            ("^\\n$", "'\\n'"),
+            ("^\n$", "control"),
+            ("^a\"$", "quotes"),
+            ("^[\\w]$", "'\\w'"),
+            ("^(?:a)$", "'(?'"),
+            ("^a+?$", "lazy"),
+            ("^a^b$", "anchors"),
+        ] {
+            refused_always(pattern(bad), word);
+        }
+        refused_always(pattern(&format!("^{}$", "a".repeat(2048))), "2048");
+        refused_always(json!({"type": "string", "pattern": 7}), "string");
+        for good in [
+            "^$",
+            "^[*+?]{2}\\*\\?$",
+            "^\\[a\\]$",
+            "^[^\\]a]*$",
+            "^[.]$",
+            "^(a|b)+[{}]$",
+            "^é{2,}$",
+        ] {
+            assert_eq!(strict(&pattern(good)), Ok(()), "{good}");
+        }
+    }
+
+    #[test]
+    fn size_and_depth_are_bounded() {
+        let mut deep = json!({"type": "null"});
+        for _ in 0..40 {
+            deep = json!({"type": "array", "items": deep});
+        }
+        refused_always(deep, "deep");
+        let wide: Map<String, Value> = (0..257)
+            .map(|index| (index.to_string(), json!({"type": "null"})))
+            .collect();
+        refused_always(json!({"type": "object", "properties": wide}), "256");
+        let many: Vec<Value> = (0..2048).map(|_| json!({"type": "null"})).collect();
+        refused_always(json!({"anyOf": many}), "2048");
+        let values: Vec<Value> = (0..1001).map(Value::from).collect();
+        refused_always(json!({"enum": values}), "1000");
+        refused_always(json!({"type": "string", "maxLength": 100_000}), "maxLength");
+        let long = Guided::JsonSchema(format!(r#"{{"type":"string","title":"{}"}}"#, "x".repeat(65_536)));
+        assert!(admit(&long, false, &Limits::default()).is_err());
+        let grammar = Guided::Grammar("x".repeat(65_537));
+        assert!(admit(&grammar, false, &Limits::default()).is_err());
+    }
+
+    #[test]
+    fn a_mistake_and_a_wish_too_far_are_told_apart() {
+        use crate::error::ErrorCode;
+
+        let code = |schema: Value| strict(&schema).expect_err("refused").into_error("response_format").code;
+        assert_eq!(code(json!({"type": "yaml"})), ErrorCode::InvalidArgument);
+        assert_eq!(code(json!({"type": "integer", "minimum": 1})), ErrorCode::Unsupported);
+    }
 }

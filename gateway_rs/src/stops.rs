@@ -171,7 +171,11 @@ impl StopMatcher {
     fn emit_until_stop(&mut self, stop: usize, text: &str, out: &mut String) {
         self.held.push_str(text);
         let held = std::mem::take(&mut self.held);
-        let hidden = if self.set.include_stop { 0 } else { self.set.stops[stop].text.len() };
+        let hidden = if self.set.include_stop {
+            0
+        } else {
+            self.set.stops[stop].text.len()
+        };
         // A stop string begins where a character begins, so this cut is between characters.
         self.emit(&held[..held.len() - hidden], out);
     }
@@ -326,7 +330,9 @@ mod tests {
     /// The slow and obvious way: at each length of the text, whether it ends with a stop.
     fn oracle(stops: &[String], text: &str, include: bool) -> (String, bool) {
         for end in (0..=text.len()).filter(|end| text.is_char_boundary(*end)) {
-            let ending = stops.iter().filter(|stop| !stop.is_empty() && text[..end].ends_with(stop.as_str()));
+            let ending = stops
+                .iter()
+                .filter(|stop| !stop.is_empty() && text[..end].ends_with(stop.as_str()));
             if let Some(longest) = ending.map(String::len).max() {
                 let hidden = if include { 0 } else { longest };
                 return (text[..end - hidden].to_owned(), true);

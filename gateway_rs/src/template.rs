@@ -12,12 +12,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 
+use crate::error::{ApiError, ErrorCode};
+use crate::request::{ChatMessage, ChatPrompt, Content, Role, ToolCall};
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use regex::Regex;
-use crate::error::{ApiError, ErrorCode};
-use crate::request::{ChatMessage, ChatPrompt, Content, Role, ToolCall};
 
 /// Steps of the template engine for one rendering: some 300 for each of the 20,000 messages a body may hold, and a bound
 /// on the time (well under a second) for a template that loops.
@@ -75,6 +75,8 @@ impl ChatTemplate {
         environment.add_filter("string", |value: &Value| display(value));
         environment.add_filter("upper", |value: &Value| display(value).to_uppercase());
         environment.add_filter("lower", |value: &Value| display(value).to_lowercase());
+        environment.add_test("iterable", is_iterable);
+        environment.add_test("sequence", is_sequence);
         let source = without_generation_tags(source);
         let traits = Traits::of(&source);
         environment
@@ -104,12 +106,7 @@ impl ChatTemplate {
         Err(failure.into_error(options))
     }
 
-    fn try_render(
-        &self,
-        chat: &ChatPrompt,
-        options: &RenderOptions<'_>,
-        manner: Manner,
-    ) -> Result<String, Failure> {
+    fn try_render(&self, chat: &ChatPrompt, options: &RenderOptions<'_>, manner: Manner) -> Result<String, Failure> {
         let context = self.context(chat, options.now_s, manner);
         let mut out = BoundedText {
             bytes: Vec::with_capacity(4096.min(options.max_bytes)),
@@ -133,11 +130,7 @@ impl ChatTemplate {
             .iter()
             .map(|(name, value)| (name.as_str(), Value::from_serialize(value)))
             .collect();
-        let messages: Vec<Value> = chat
-            .messages
-            .iter()
-            .map(|message| manner.message(message))
-            .collect();
+        let messages: Vec<Value> = chat.messages.iter().map(|message| manner.message(message)).collect();
         context.insert("messages", Value::from(messages));
         // None rather than undefined, as Hugging Face has it: templates ask for the one or the other.
         let tools = if chat.tools.is_empty() {
@@ -161,7 +154,10 @@ impl ChatTemplate {
 
 impl fmt::Debug for ChatTemplate {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("ChatTemplate").field("traits", &self.traits).finish_non_exhaustive()
+        formatter
+            .debug_struct("ChatTemplate")
+            .field("traits", &self.traits)
+            .finish_non_exhaustive()
     }
 }
 
@@ -338,10 +334,23 @@ fn raised(error: &Error) -> Option<String> {
     None
 }
 
+/// As Jinja has it: nothing can be walked through, a text can.
+fn is_iterable(value: &Value) -> bool {
+    !matches!(value.kind(), ValueKind::None | ValueKind::Bool | ValueKind::Number)
+}
+
+/// As Jinja has it: whatever has a length and can be indexed.
+fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
+}
+
 /// `{% generation %}` marks what a model is trained on; for a prompt it says nothing.
 fn without_generation_tags(source: &str) -> String {
-    let replace = |source: &str, tag: &str, with: &str| match Regex::new(&format!(r"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}")) {
-        Ok(tag) => tag.replace_all(source, format!("{{%${{1}} {with} ${{2}}%}}")).into_owned(),
+    let replace = |source: &str, tag: &str, with: &str| match Regex::new(&format!(r"\{{%([-+]?)\s*{tag}\s*([-+]?)%\}}"))
+    {
+        Ok(tag) => tag
+            .replace_all(source, format!("{{%${{1}} {with} ${{2}}%}}"))
+            .into_owned(),
         Err(_) => source.to_owned(),
     };
     replace(&replace(source, "generation", "if true"), "endgeneration", "endif")
@@ -393,18 +402,21 @@ fn parts(texts: &[String]) -> Value {
 fn loops_over_parts(source: &str) -> bool {
     let content = r#"(\.content\b|\[\s*['"]content['"]\s*\])"#;
     let has = |pattern: &str| Regex::new(pattern).is_ok_and(|pattern| pattern.is_match(source));
-    if has(&format!(r"\bfor\s+\w+\s+in\s+\w+(\[[^\]]*\])*{content}\s*(%\}}|-%\}}|\||\bif\b)"))
-        || has(r"\bfor\s+\w+\s+in\s+content\s*(%\}|-%\}|\||\bif\b)")
+    if has(&format!(
+        r"\bfor\s+\w+\s+in\s+\w+(\[[^\]]*\])*{content}\s*(%\}}|-%\}}|\||\bif\b)"
+    )) || has(r"\bfor\s+\w+\s+in\s+content\s*(%\}|-%\}|\||\bif\b)")
     {
         return true;
     }
     let Ok(sets) = Regex::new(&format!(r"\bset\s+(\w+)\s*=\s*\w+(\[[^\]]*\])*{content}\s*-?%\}}")) else {
         return false;
     };
-    let looped = sets
-        .captures_iter(source)
-        .filter_map(|set| set.get(1))
-        .any(|variable| has(&format!(r"\bfor\s+\w+\s+in\s+{}\s*(%\}}|-%\}}|\||\bif\b)", variable.as_str())));
+    let looped = sets.captures_iter(source).filter_map(|set| set.get(1)).any(|variable| {
+        has(&format!(
+            r"\bfor\s+\w+\s+in\s+{}\s*(%\}}|-%\}}|\||\bif\b)",
+            variable.as_str()
+        ))
+    });
     looped
 }
 
@@ -471,7 +483,11 @@ fn repr(value: &Value, out: &mut String, depth: usize) {
 }
 
 fn quote_like_python(text: &str, out: &mut String) {
-    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    let quote = if text.contains('\'') && !text.contains('"') {
+        '"'
+    } else {
+        '\''
+    };
     out.push(quote);
     for c in text.chars() {
         match c {
@@ -506,7 +522,11 @@ fn python_float(real: f64) -> String {
         return "NaN".into();
     }
     if real.is_infinite() {
-        return if real > 0.0 { "Infinity".into() } else { "-Infinity".into() };
+        return if real > 0.0 {
+            "Infinity".into()
+        } else {
+            "-Infinity".into()
+        };
     }
     let scientific = format!("{real:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
@@ -520,7 +540,10 @@ fn python_float(real: f64) -> String {
 
 /// The filter `tojson`, as Hugging Face replaces it: not escaped for HTML, and `{"a": 1}`.
 fn to_json_filter(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<String, Error> {
-    let ascii = options.get::<Option<bool>>("ensure_ascii")?.or(ensure_ascii).unwrap_or(false);
+    let ascii = options
+        .get::<Option<bool>>("ensure_ascii")?
+        .or(ensure_ascii)
+        .unwrap_or(false);
     let indent = options.get::<Option<usize>>("indent")?;
     let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     let separators = options.get::<Option<Vec<String>>>("separators")?;
@@ -561,7 +584,12 @@ impl JsonStyle {
     }
 
     fn write(&self, value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
-        let refuse = |what: &str| Err(Error::new(ErrorKind::BadSerialization, format!("{what} can't be written as JSON")));
+        let refuse = |what: &str| {
+            Err(Error::new(
+                ErrorKind::BadSerialization,
+                format!("{what} can't be written as JSON"),
+            ))
+        };
         if depth > MAX_DEPTH {
             return refuse("a value this deep");
         }
@@ -587,7 +615,9 @@ impl JsonStyle {
             }
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.collect();
-                self.items(out, depth, '[', ']', items, |item, out| self.write(&item, out, depth + 1))?;
+                self.items(out, depth, '[', ']', items, |item, out| {
+                    self.write(&item, out, depth + 1)
+                })?;
             }
             _ => return refuse("this kind of value"),
         }
@@ -652,9 +682,27 @@ impl JsonStyle {
 
 /// Python's `strftime` of a Unix time in UTC, for what templates ask for. An unknown directive stays as it is.
 fn strftime(format: &str, now_s: i64) -> String {
-    const DAYS: [&str; 7] = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
+    const DAYS: [&str; 7] = [
+        "Monday",
+        "Tuesday",
+        "Wednesday",
+        "Thursday",
+        "Friday",
+        "Saturday",
+        "Sunday",
+    ];
     const MONTHS: [&str; 12] = [
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
         "December",
     ];
     let (days, seconds) = (now_s.div_euclid(86_400), now_s.rem_euclid(86_400));
@@ -672,7 +720,13 @@ fn strftime(format: &str, now_s: i64) -> String {
             continue;
         }
         let bare = chars.next_if_eq(&'-').is_some();
-        let padded = |number: i64| if bare { number.to_string() } else { format!("{number:02}") };
+        let padded = |number: i64| {
+            if bare {
+                number.to_string()
+            } else {
+                format!("{number:02}")
+            }
+        };
         match chars.next() {
             Some('Y') => out.push_str(&format!("{year:04}")),
             Some('y') => out.push_str(&padded(year.rem_euclid(100))),
@@ -710,7 +764,11 @@ fn civil(days: i64) -> (i64, i64, i64) {
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let shifted_month = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let month = if shifted_month < 10 {
+        shifted_month + 3
+    } else {
+        shifted_month - 9
+    };
     (year_of_era + era * 400 + i64::from(month <= 2), month, day)
 }
 
@@ -725,7 +783,8 @@ mod tests {
     use crate::openai::chat;
     use crate::request::Prompt;
 
-    const CASE: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}{% for c in m.tool_calls %}\
+    const CASE: &str =
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}{% for c in m.tool_calls %}\
         [{{ c.function.name }}{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}]{% endfor %}\
         {% endif %}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
 
@@ -790,7 +849,13 @@ mod tests {
 
     #[test]
     fn a_call_without_arguments() {
-        for arguments in ["", r#","arguments":"""#, r#","arguments":null"#, r#","arguments":"{}""#, r#","arguments":{}"#] {
+        for arguments in [
+            "",
+            r#","arguments":"""#,
+            r#","arguments":null"#,
+            r#","arguments":"{}""#,
+            r#","arguments":{}"#,
+        ] {
             assert_eq!(
                 rendered(CASE, &history("", arguments)),
                 "<user>hi</><assistant>[clock]</><tool>12:00</><assistant>",
@@ -804,7 +869,10 @@ mod tests {
         for arguments in [r#""{\"tz\": ""#, r#""\"UTC\"""#, r#""[1]""#, "7", "[1]"] {
             let error = render(CASE, &history("", &format!(r#","arguments":{arguments}"#))).expect_err(arguments);
             assert_eq!(error.http_status(), 400);
-            assert_eq!(error.param.as_deref(), Some("messages[1].tool_calls[0].function.arguments"));
+            assert_eq!(
+                error.param.as_deref(),
+                Some("messages[1].tool_calls[0].function.arguments")
+            );
         }
     }
 
@@ -839,7 +907,8 @@ mod tests {
 
     #[test]
     fn nothing_is_none_only_where_a_template_asks_for_none() {
-        let source = "{% for m in messages %}{% if m['content'] is none %}-{% else %}{{ m['content'] }}{% endif %}{% endfor %}";
+        let source =
+            "{% for m in messages %}{% if m['content'] is none %}-{% else %}{{ m['content'] }}{% endif %}{% endfor %}";
         assert_eq!(rendered(source, &history(r#""content":null,"#, "")), "hi-12:00");
         assert_eq!(rendered(source, &history(r#""content":"","#, "")), "hi-12:00");
         assert_eq!(rendered(source, &user(r#""""#)), "");
@@ -850,7 +919,10 @@ mod tests {
         let source = "{% if messages|length > 1 %}{{ raise_exception('roles must take turns') }}{% endif %}";
         let two = r#""messages":[{"role":"user","content":"a"},{"role":"user","content":"b"}]"#;
         let error = render(source, two).expect_err("raised");
-        assert_eq!((error.http_status(), error.openai_type()), (400, "invalid_request_error"));
+        assert_eq!(
+            (error.http_status(), error.openai_type()),
+            (400, "invalid_request_error")
+        );
         assert_eq!(error.message, "roles must take turns");
         let in_macro = "{% macro check() %}{{ raise_exception('no ' ~ 7) }}{% endmacro %}{{ check() }}";
         assert_eq!(render(in_macro, two).expect_err("raised").message, "no 7");
@@ -858,7 +930,11 @@ mod tests {
 
     #[test]
     fn what_a_template_chokes_on_is_the_callers_error() {
-        for source in ["{{ messages[0].content.nothing.there }}", "{{ 1 + 'a' }}", "{{ messages[0].content.frobnicate() }}"] {
+        for source in [
+            "{{ messages[0].content.nothing.there }}",
+            "{{ 1 + 'a' }}",
+            "{{ messages[0].content.frobnicate() }}",
+        ] {
             let error = render(source, &user(r#""a""#)).expect_err(source);
             assert_eq!(error.http_status(), 400, "{source}");
             assert_eq!(error.param.as_deref(), Some("messages"));
@@ -892,7 +968,10 @@ mod tests {
     #[test]
     fn a_template_that_knows_developers_meets_them() {
         let source = "{% for m in messages %}{{ m.role }}{% if m.role == 'developer' %}!{% endif %}{% endfor %}";
-        assert_eq!(rendered(source, r#""messages":[{"role":"developer","content":"x"}]"#), "developer!");
+        assert_eq!(
+            rendered(source, r#""messages":[{"role":"developer","content":"x"}]"#),
+            "developer!"
+        );
     }
 
     /// In the manner of Llama 3.1: a date, a system turn cut out of the list, tools as indented JSON, `ipython` results.
@@ -1031,7 +1110,10 @@ mod tests {
     #[test]
     fn arguments_are_text_where_a_template_joins_them_to_text() {
         let source = "{% for m in messages %}{% for c in m.tool_calls %}{{ '<' + c.function.arguments + '>' }}{% endfor %}{% endfor %}";
-        assert_eq!(rendered(source, &history("", r#","arguments":"{\"a\":1}""#)), "<{\"a\": 1}>");
+        assert_eq!(
+            rendered(source, &history("", r#","arguments":"{\"a\":1}""#)),
+            "<{\"a\": 1}>"
+        );
     }
 
     #[test]
@@ -1053,7 +1135,10 @@ mod tests {
         let fields = r#""messages":[{"role":"user","content":"x"}],"chat_template_kwargs":
             {"v":{"a":[true,null,1,2.0,1e-7,1e16,-0.5,"it's","\"q\"\n"],"b":{}}}"#;
         assert_eq!(
-            rendered("{{ v }} {{ v.a[0] }} {{ none }} {{ nothing }} {{ v.b|string }} {{ 7 / 2 }} {{ 7 // 2 }}", fields),
+            rendered(
+                "{{ v }} {{ v.a[0] }} {{ none }} {{ nothing }} {{ v.b|string }} {{ 7 / 2 }} {{ 7 // 2 }}",
+                fields
+            ),
             r#"{'a': [True, None, 1, 2.0, 1e-07, 1e+16, -0.5, "it's", '"q"\n'], 'b': {}} True None  {} 3.5 3"#
         );
     }
@@ -1067,7 +1152,10 @@ mod tests {
             "{\"b\": [1, \"<é&'\u{7f}\\u0001>\", 1e+16], \"a\": {}, \"c\": []}"
         );
         assert_eq!(
-            rendered("{{ v|tojson(sort_keys=true, ensure_ascii=true, separators=(',', ':')) }}", fields),
+            rendered(
+                "{{ v|tojson(sort_keys=true, ensure_ascii=true, separators=(',', ':')) }}",
+                fields
+            ),
             "{\"a\":{},\"b\":[1,\"<\\u00e9&'\u{7f}\\u0001>\",1e+16],\"c\":[]}"
         );
         assert_eq!(
@@ -1078,8 +1166,20 @@ mod tests {
     }
 
     #[test]
+    fn tests_of_kind_are_those_of_jinja() {
+        let source = "{% for v in [none, 'a', [], {}, 1] %}\
+            {{ v is iterable }} {{ v is sequence }} {{ v is mapping }} {{ v is string }};{% endfor %}{{ tools is none }}";
+        assert_eq!(
+            rendered(source, &user(r#""x""#)),
+            "False False False False;True True False True;True True False False;True True True False;\
+             False False False False;True"
+        );
+    }
+
+    #[test]
     fn training_tags_say_nothing() {
-        let source = "{% for m in messages %}\n  {%- generation -%}  {{ m.content }}  {%- endgeneration %}{% endfor %}.";
+        let source =
+            "{% for m in messages %}\n  {%- generation -%}  {{ m.content }}  {%- endgeneration %}{% endfor %}.";
         assert_eq!(rendered(source, &user(r#""a""#)), "a.");
     }
 
@@ -1092,18 +1192,29 @@ mod tests {
     #[test]
     fn a_rendering_is_bounded_in_bytes_and_in_steps() {
         let long = user(&format!("\"{}\"", "x".repeat(200)));
-        let options = RenderOptions { max_bytes: 100, ..OPTIONS };
-        let error = template(CASE).render(&chat_of(&long).expect("a chat"), &options).expect_err("long");
+        let options = RenderOptions {
+            max_bytes: 100,
+            ..OPTIONS
+        };
+        let error = template(CASE)
+            .render(&chat_of(&long).expect("a chat"), &options)
+            .expect_err("long");
         assert_eq!(error.code, ErrorCode::ContextLengthExceeded);
         let endless = "{% for a in range(10000) %}{% for b in range(10000) %}{% endfor %}{% endfor %}";
-        assert_eq!(render(endless, &user(r#""x""#)).expect_err("endless").http_status(), 400);
+        assert_eq!(
+            render(endless, &user(r#""x""#)).expect_err("endless").http_status(),
+            400
+        );
     }
 
     #[test]
     fn twenty_thousand_messages_are_within_the_bounds() {
         let message = r#"{"role":"user","content":"x"}"#;
         let fields = format!(r#""messages":[{}]"#, vec![message; 20_000].join(","));
-        assert_eq!(rendered(CASE, &fields).len(), 20_000 * "<user>x</>".len() + "<assistant>".len());
+        assert_eq!(
+            rendered(CASE, &fields).len(),
+            20_000 * "<user>x</>".len() + "<assistant>".len()
+        );
     }
 
     #[test]
@@ -1115,7 +1226,10 @@ mod tests {
     #[test]
     fn a_client_cannot_replace_what_is_the_templates_own() {
         let fields = r#""messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"bos_token":"y"}"#;
-        assert_eq!(render(CASE, fields).expect_err("reserved").param.as_deref(), Some("chat_template_kwargs"));
+        assert_eq!(
+            render(CASE, fields).expect_err("reserved").param.as_deref(),
+            Some("chat_template_kwargs")
+        );
     }
 
     #[test]

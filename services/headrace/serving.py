@@ -185,6 +185,7 @@ class Service:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
+        self._leaving = False
 
     @property
     def address(self) -> str:
@@ -230,7 +231,8 @@ class Service:
         return bound
 
     async def set_ready(self, ready: bool) -> None:
-        """Say whether new work is welcome. Calls that are under way do not notice."""
+        """Say whether new work is welcome. Calls that are under way do not notice. Who leaves is not ready again."""
+        ready = ready and not self._leaving
         self.ready = ready
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
@@ -290,6 +292,7 @@ class Service:
 
     async def _leave(self, drain: Callable[[], Awaitable[None]] | None, grace_s: float) -> None:
         log.info("%s drains, for %.1f s at most", self.name, grace_s)
+        self._leaving = True
         await self.set_ready(False)
         if drain is not None:
             try:
@@ -524,29 +527,34 @@ async def exchange(
     # The peer's call returns with the headers, which would otherwise wait for the first message.
     await context.send_initial_metadata(())
     reader = asyncio.create_task(_read(requests, receive, outbox))
+    failure: StreamError | None = None
     try:
         while (items := await outbox.take()) is not None:
             await context.write(encode(items))
     except StreamError as error:
-        await context.abort(error.code, error.details)
+        failure = error
     finally:
         outbox.close()
         reader.cancel()
         # Its failures were passed on by the outbox already.
         await asyncio.gather(reader, return_exceptions=True)
+    if failure is not None:
+        # Not while the reader still reads: it would fail for it.
+        await context.abort(failure.code, failure.details)
 
 
 async def _read(requests: AsyncIterable[Any], receive: Callable[[Any], None], outbox: Outbox[T]) -> None:
     try:
         async for message in requests:
-            receive(message)
-    except StreamError as error:
-        outbox.close(error)
-    except grpc.aio.UsageError:
-        # The stream was closed under the reader.
+            try:
+                receive(message)
+            except StreamError as error:
+                return outbox.close(error)
+            except Exception:
+                log.exception("a stream's message could not be handled")
+                return outbox.close(StreamError(grpc.StatusCode.INTERNAL, "the message could not be handled"))
+    except grpc.aio.BaseError:
+        # The call ended under the reader.
         pass
-    except Exception:
-        log.exception("a stream's message could not be handled")
-        outbox.close(StreamError(grpc.StatusCode.INTERNAL, "the message could not be handled"))
     finally:
         outbox.close()

@@ -309,13 +309,16 @@ async def test_a_worker_goes_on_after_a_break(cache: Cache) -> None:
     await eventually(lambda: finds(cache, {"w": 3}, 1, 2, 3), "all three")
 
 
-async def test_a_worker_that_says_goodbye_is_forgotten(cache: Cache) -> None:
+async def test_a_worker_that_says_goodbye_is_not_found(cache: Cache) -> None:
     call, _ = await cache.worker()
     await call.write(snapshot(1, (1,)))
     await call.done_writing()
     assert await call.code() == grpc.StatusCode.OK
-    stats = await cache.stats()
-    assert (stats.blocks, stats.workers) == (0, 0)
+    assert await cache.find(1) == {}
+    assert (await cache.stats()).workers == 0
+    # Its next instance takes its place at once.
+    await cache.worker(instance_id="w-2")
+    assert (await cache.stats()).blocks == 0
 
 
 async def test_hello_comes_first(cache: Cache) -> None:

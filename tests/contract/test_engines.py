@@ -331,6 +331,24 @@ async def test_cancel_frees_at_once(bench: Bench) -> None:
     assert (await bench.ask(PROMPT, max_tokens=2, ignore_eos=True))[0].finish is not None
 
 
+async def test_cancel_within_a_long_prefill(bench: Bench) -> None:
+    """The step may be broken off; whatever it had computed must not be taken for a prefix."""
+    prompt = long_prompt(40, 900)
+    request = bench.submit(prompt, max_tokens=3, ignore_eos=True)
+
+    async def in_step() -> bool:
+        return bench.engine.step_age_s() > 0
+
+    await eventually(in_step, "a step under way", PATIENCE_S)
+    bench.engine.cancel(request.key, None, CANCELLED)
+    (answer,) = await bench.ended(request)
+    assert answer.finish is not None
+    assert answer.finish.outcome in (CANCELLED, LENGTH)
+    short = prompt[:100]
+    warm = (await bench.ask(short, max_tokens=4, ignore_eos=True))[0].ids
+    assert warm == (await bench.ask(short, max_tokens=4, ignore_eos=True, reuse_prefix=False))[0].ids
+
+
 async def test_one_choice_is_cancelled_alone(bench: Bench) -> None:
     request = bench.submit(long_prompt(30), max_tokens=10, ignore_eos=True, seeds=(1, 2))
     await bench.until(lambda: (request.key, 1) in bench.answers)

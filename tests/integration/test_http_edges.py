@@ -93,7 +93,7 @@ async def test_a_sender_that_stops_is_let_go(lab: Lab, start: bytes) -> None:
     writer.write(start)
     async with asyncio.timeout(HEADER_TIMEOUT_S * 20):
         answer = await reader.read()
-    assert not answer or b" 408 " in answer.split(b"\r\n")[0]
+    assert not answer or answer.split()[1] in (b"400", b"408")
     writer.close()
 
 

@@ -83,7 +83,8 @@ def direct(ids: list[int], max_tokens: int) -> list[int]:
     from headrace import models
 
     folder = models.prepare("embedded")
-    llama = Llama(str(folder.weights), n_ctx=1024, n_batch=256, n_threads=1, verbose=False)
+    # Flash attention, as llama.cpp itself chooses; its sums differ in the last bits from those without.
+    llama = Llama(str(folder.weights), n_ctx=1024, n_batch=256, n_threads=1, flash_attn=True, verbose=False)
     try:
         made: list[int] = []
         for token_id in llama.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0):

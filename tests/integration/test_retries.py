@@ -100,7 +100,8 @@ async def test_an_answer_goes_on_elsewhere_with_its_whole_state(lab: Lab, mode: 
     assert first.submit.lease != second.submit.lease
     assert second.time_left_ms is not None
     assert first.time_left_ms is not None
-    assert second.time_left_ms <= first.time_left_ms <= 20_000
+    # gRPC clients round what they send up, by less than a hundredth.
+    assert second.time_left_ms <= first.time_left_ms <= 20_200
     if mode == "stream":
         deltas = [event["choices"][0] for event in answer.events if event and event["choices"]]
         assert sum("role" in choice["delta"] for choice in deltas) == 1

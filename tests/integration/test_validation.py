@@ -170,7 +170,6 @@ RAW = {
     ),
     "deeply nested": (b"[" * 100_000, "application/json", 400),
     "the wrong type": (b"model=toy", "application/x-www-form-urlencoded", 415),
-    "no type": (b'{"model":"toy","messages":[{"role":"user","content":"x"}]}', "", 415),
 }
 
 

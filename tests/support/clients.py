@@ -8,6 +8,7 @@ case is written once and run in the modes of `MODES`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -55,7 +56,7 @@ class Answer:
     """What a client has of one request, in the words of no particular protocol."""
 
     mode: str
-    #: The HTTP status; for gRPC the one that its status stands for (200 as soon as something was streamed).
+    #: The HTTP status; for gRPC the one that its status stands for (200 as soon as something of the answer was shown).
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     #: Each piece of text as it came: (choice, text).
@@ -185,7 +186,9 @@ class HttpExchange:
             sent["content-length"] = str(len(body))
         lines += [f"{name}: {value}" for name, value in sent.items() if value]
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + (body or b""))
-        await writer.drain()
+        # A server may answer, and hang up, before it has read all.
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
         return exchange
 
     async def head(self, timeout_s: float = 30.0) -> int:
@@ -195,7 +198,7 @@ class HttpExchange:
                 return self.status
             try:
                 raw = await self.reader.readuntil(b"\r\n\r\n")
-            except asyncio.IncompleteReadError as error:
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
                 raise BrokenBody("no response") from error
         first, *lines = raw.decode("latin-1").strip().split("\r\n")
         self.status = int(first.split(" ")[1])
@@ -477,7 +480,7 @@ class GrpcAnswer:
             return
         assert error is not None
         answer.failure = grpc_failure(error)
-        if answer.events:
+        if answer.pieces or answer.finishes:
             answer.status = 200
         elif answer.failure.code == "too_large":
             answer.status = 413
@@ -574,6 +577,8 @@ class Client:
         legacy = path.endswith("/v1/completions")
         body: dict[str, Any] = {"model": self.model}
         body |= {"prompt": text} if legacy else {"messages": [{"role": "user", "content": text}]}
+        if mode == "stream":
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= params or {}
         body = {key: value for key, value in body.items() if value is not ABSENT}
         if mode == "grpc":
@@ -585,9 +590,6 @@ class Client:
                 timeout=None if deadline_ms is None else int(deadline_ms) / 1000,
             )
             return GrpcAnswer(call)
-        if mode == "stream":
-            body = {"stream": True, "stream_options": {"include_usage": True}} | body
-            body = {key: value for key, value in body.items() if value is not ABSENT}
         raw = json.dumps(body).encode()
         exchange = await HttpExchange.open(self.http_address, "POST", path, raw, headers, receive_buffer=receive_buffer)
         return HttpAnswer(mode, exchange, legacy)

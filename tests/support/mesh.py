@@ -54,7 +54,8 @@ class Process:
                 [sys.executable, "-m", "headrace", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | {"PYTHONPATH": str(SERVICES)},
+                # Spans are sent soon, where they are sent at all.
+                env=os.environ | {"PYTHONPATH": str(SERVICES), "OTEL_BSP_SCHEDULE_DELAY": "100"},
                 start_new_session=True,
             )
 
@@ -148,7 +149,7 @@ class Mesh:
             | (scheduler or {}),
             "cache": {"address": "127.0.0.1:0", "metrics_address": "127.0.0.1:0"} | (cache or {}),
             "worker": worker or {},
-            "telemetry": {"otlp_endpoint": otlp_endpoint},
+            "telemetry": {"otlp_endpoint": otlp_endpoint, "log_level": "warning"},
         }
         self.processes: dict[str, Process] = {}
         self.ready: dict[str, dict[str, str]] = {}

@@ -37,6 +37,8 @@ from tests.support.toy import ToyModel
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 4
+#: Of longer prompts no blocks are kept.
+MOST_KEPT = 100_000
 #: What a wait of more than this shows of itself: empty frames with a moved step count.
 PROGRESS_S = 0.05
 
@@ -313,7 +315,8 @@ class Door:
         if self.slammed:
             writer.transport.abort()
             return
-        with contextlib.suppress(OSError):
+        # A cancelled handler would be reported by asyncio as a failure; here it is the door's own end.
+        with contextlib.suppress(OSError, asyncio.CancelledError):
             server_reader, server = await asyncio.open_connection(*self._target)
             link = (writer, server)
             self._links.add(link)
@@ -381,7 +384,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.index_shift = 0
         #: Run streams opened so far.
         self.links_opened = 0
-        self._blocks: set[tuple[object, ...]] = set()
+        self._blocks: dict[tuple[object, tuple[int, ...]], int] = {}
         self._free = asyncio.Semaphore(slots)
         self._waiting = 0
         self._running: dict[int, int] = {}
@@ -452,29 +455,40 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """Nothing waits, nothing runs."""
         return not self._waiting and not self._running
 
-    # -- the prefix table
+    # -- the prefix table: each block by the number of the one before it and its own ids
 
     def forget(self, ids: Iterable[int] | None = None) -> None:
-        """Drops the block that ends this prefix and all after it; every block when none is given."""
-        gone = None if ids is None else tuple(ids)
-        self._blocks = {
-            block
-            for block in self._blocks
-            if gone is not None and block[-1][: len(gone)] != gone  # type: ignore[index]
-        }
+        """Drops the block that ends this prefix, and with it what lies behind; every block when none is given."""
+        if ids is None:
+            self._blocks.clear()
+            return
+        *_, last = self._chain(self._scope(worker_pb2.Submit(model=self.model.name)), tuple(ids))
+        self._blocks.pop(last, None)
+
+    @staticmethod
+    def _scope(submit: worker_pb2.Submit) -> object:
+        return (submit.model, submit.lora, submit.cache_salt)
+
+    def _chain(self, scope: object, ids: tuple[int, ...]) -> Iterator[tuple[object, tuple[int, ...]]]:
+        """The keys of the ids' full blocks. Whoever goes on has seen to it that the block before is in the table."""
+        parent = scope
+        for end in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
+            key = (parent, ids[end - BLOCK_TOKENS : end])
+            yield key
+            parent = self._blocks.get(key)
 
     def _reuse(self, submit: worker_pb2.Submit) -> int:
         """Prompt tokens that need not be computed; at least one id always is. All full blocks are kept from now on."""
+        if submit.bypass_prefix_cache or len(submit.prompt_ids) > MOST_KEPT:
+            return 0
         ids = tuple(submit.prompt_ids)
-        scope = (submit.model, submit.lora, submit.cache_salt)
-        ends = range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS)
-        reused = 0
-        for end in ends:
-            if (*scope, ids[:end]) not in self._blocks or end >= len(ids):
-                break
-            reused = end
-        self._blocks.update((*scope, ids[:end]) for end in ends)
-        return 0 if submit.bypass_prefix_cache else reused
+        known = 0
+        for index, key in enumerate(self._chain(self._scope(submit), ids)):
+            if key in self._blocks:
+                known += known == index
+            else:
+                self._blocks[key] = next(self._numbers)
+        return min(known, (len(ids) - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
 
     # -- the contract
 

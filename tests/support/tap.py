@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,13 @@ class Books:
     grants: dict[int, tuple[scheduler_pb2.Grant, scheduler_pb2.PlaceRequest.Ask | None]] = field(default_factory=dict)
     queued: dict[int, scheduler_pb2.Queued] = field(default_factory=dict)
     releases: dict[int, list[scheduler_pb2.Release]] = field(default_factory=dict)
+
+    def note(self, request: scheduler_pb2.PlaceRequest) -> None:
+        """Takes in what a router said."""
+        self.asks |= {ask.ask: ask for ask in request.asks}
+        self.withdrawals += request.withdrawals
+        for release in request.releases:
+            self.releases.setdefault(release.lease, []).append(release)
 
     @property
     def balanced(self) -> bool:
@@ -77,14 +85,12 @@ class SchedulerTap:
                 context.abort(error.code(), error.details())
 
     def _asked(self, requests: Iterator[scheduler_pb2.PlaceRequest]) -> Iterator[scheduler_pb2.PlaceRequest]:
-        for request in requests:
-            with self._lock:
-                books = self.books
-                books.asks |= {ask.ask: ask for ask in request.asks}
-                books.withdrawals += request.withdrawals
-                for release in request.releases:
-                    books.releases.setdefault(release.lease, []).append(release)
-            yield request
+        # The router's stream may break at any moment; then there are simply no more requests.
+        with contextlib.suppress(grpc.RpcError):
+            for request in requests:
+                with self._lock:
+                    self.books.note(request)
+                yield request
 
     def _answered(self, response: scheduler_pb2.PlaceResponse) -> None:
         with self._lock:

@@ -192,6 +192,9 @@ class Bench:
             open_ = worker.ready and not worker.reserved_for and worker.held.choices < worker.limit
             assert (worker.order_key is not None) == open_
             assert (worker.instance_id in pool.ready) == worker.ready
+        for line in core.queue._lines.values():
+            waiting = [each for rank in line.ranks for each in rank.values()]
+            assert list(line.picky.values()) == [each for each in line.picky.values() if each in waiting]
         # Nobody waits that the core doesn't know of, and the other way round.
         assert len(core.queue) == len(self.open)
 

@@ -230,6 +230,8 @@ async def test_drain_comes_after_not_ready_and_before_the_stop(capsys: pytest.Ca
         seen: list[Any] = []
 
         async def drain() -> None:
+            # A late word that all is well doesn't bring new work in.
+            await service.set_ready(True)
             seen.append(service.ready)
             seen.append(await health_of(channel, NAME))
             # New calls are still answered: it is the service that says when to refuse.

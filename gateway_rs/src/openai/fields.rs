@@ -142,7 +142,10 @@ pub(super) fn integer(value: &Value, name: &str) -> Result<i64, ApiError> {
     match value.as_f64() {
         // `as` saturates.
         Some(real) if real.fract() == 0.0 => Ok(real as i64),
-        Some(real) => Err(ApiError::invalid(name, format!("{name} must be a whole number, got {real}"))),
+        Some(real) => Err(ApiError::invalid(
+            name,
+            format!("{name} must be a whole number, got {real}"),
+        )),
         None => Err(wrong_type(name, "an integer", value)),
     }
 }
@@ -196,7 +199,9 @@ fn logit_bias(fields: &mut Fields) -> Result<Vec<(i64, f64)>, ApiError> {
             let id = key
                 .parse()
                 .map_err(|_| ApiError::invalid(NAME, format!("the keys must be token ids, got {}", shorten(key))))?;
-            let bias = bias.as_f64().ok_or_else(|| wrong_type(NAME, "numbers by token id", bias))?;
+            let bias = bias
+                .as_f64()
+                .ok_or_else(|| wrong_type(NAME, "numbers by token id", bias))?;
             Ok((id, bias))
         })
         .collect()
@@ -406,7 +411,10 @@ pub(super) fn read_tool_choice(fields: &mut Fields, tools: bool) -> Result<ToolC
             "required" => Err(forced("'required'")),
             other => Err(ApiError::invalid(
                 NAME,
-                format!("must be 'auto', 'none', 'required' or a function; got {}", shorten(other)),
+                format!(
+                    "must be 'auto', 'none', 'required' or a function; got {}",
+                    shorten(other)
+                ),
             )),
         },
         Some(Value::Object(_)) => Err(forced("a named function")),

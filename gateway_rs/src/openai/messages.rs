@@ -6,8 +6,8 @@ use serde_json::{Map, Value};
 use super::fields::{wrong_type, Fields};
 use crate::error::{shorten, ApiError};
 use crate::request::{
-    check_message, check_template_kwargs, check_tool, parse_arguments, ChatMessage, ChatPrompt, Content, Role, ToolCall,
-    ToolChoice,
+    check_message, check_template_kwargs, check_tool, parse_arguments, ChatMessage, ChatPrompt, Content, Role,
+    ToolCall, ToolChoice,
 };
 
 const MAX_TOOLS: usize = 128;
@@ -28,7 +28,9 @@ pub(super) fn read_chat(fields: &mut Fields) -> Result<ChatPrompt, ApiError> {
     let mut template_kwargs = fields.object("chat_template_kwargs")?.unwrap_or_default();
     check_template_kwargs(&template_kwargs, "chat_template_kwargs")?;
     if let Some(effort) = fields.text("reasoning_effort")? {
-        template_kwargs.entry("reasoning_effort").or_insert(Value::String(effort));
+        template_kwargs
+            .entry("reasoning_effort")
+            .or_insert(Value::String(effort));
     }
     if fields.take("chat_template").is_some() {
         return Err(ApiError::unsupported(
@@ -97,7 +99,13 @@ fn read_message(message: Value, index: usize) -> Result<ChatMessage, ApiError> {
         None => Content::Absent,
         Some(Value::String(text)) => Content::Text(text),
         Some(Value::Array(parts)) => read_parts(parts, role, &place)?,
-        Some(other) => return Err(wrong_type(&place.of("content"), "a string or an array of parts", &other)),
+        Some(other) => {
+            return Err(wrong_type(
+                &place.of("content"),
+                "a string or an array of parts",
+                &other,
+            ))
+        }
     };
     let refusal = text_field(&mut fields, "refusal", &place)?;
     if let (Content::Absent, Some(refusal)) = (&content, refusal) {
@@ -183,7 +191,11 @@ fn read_tool_calls(fields: &mut Map<String, Value>, place: &Place) -> Result<Vec
         Some(other) => return Err(wrong_type(&place.of("tool_calls"), "an array", &other)),
         None => {
             return match take(fields, "function_call") {
-                Some(function) => Ok(vec![read_function(function, String::new(), &place.of("function_call"))?]),
+                Some(function) => Ok(vec![read_function(
+                    function,
+                    String::new(),
+                    &place.of("function_call"),
+                )?]),
                 None => Ok(Vec::new()),
             }
         }

@@ -15,4 +15,7 @@ mod messages;
 pub mod tokens;
 pub mod write;
 
+#[cfg(test)]
+mod tests;
+
 pub use fields::parse_class;

@@ -68,7 +68,11 @@ pub fn parse_detokenize(body: &[u8]) -> Result<DetokenizeRequest, ApiError> {
 /// The body that answers `/tokenize`.
 #[must_use]
 pub fn tokenize_body(ids: &[u32], context_tokens: u32) -> Vec<u8> {
-    let mut out = format!("{{\"count\":{},\"max_model_len\":{context_tokens},\"tokens\":[", ids.len()).into_bytes();
+    let mut out = format!(
+        "{{\"count\":{},\"max_model_len\":{context_tokens},\"tokens\":[",
+        ids.len()
+    )
+    .into_bytes();
     for (index, id) in ids.iter().enumerate() {
         if index > 0 {
             out.push(b',');

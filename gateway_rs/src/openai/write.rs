@@ -119,7 +119,11 @@ impl ChunkWriter {
         };
         let mut head = b"data: ".to_vec();
         push_head(&mut head, id, object, created_s, model);
-        let tail: &[u8] = if include_usage { b"],\"usage\":null}\n\n" } else { b"]}\n\n" };
+        let tail: &[u8] = if include_usage {
+            b"],\"usage\":null}\n\n"
+        } else {
+            b"]}\n\n"
+        };
         Self {
             kind,
             include_usage,
@@ -393,7 +397,11 @@ fn push_list<T>(out: &mut Vec<u8>, items: &[T], mut push: impl FnMut(&mut Vec<u8
 
 fn push_logprob(out: &mut Vec<u8>, logprob: f32) {
     // NaN is not at least the floor, and neither it nor infinity may reach the client.
-    let finite = if logprob.is_finite() && logprob > LOGPROB_FLOOR { logprob } else { LOGPROB_FLOOR };
+    let finite = if logprob.is_finite() && logprob > LOGPROB_FLOOR {
+        logprob
+    } else {
+        LOGPROB_FLOOR
+    };
     out.extend_from_slice(format!("{finite:?}").as_bytes());
 }
 
@@ -492,5 +500,260 @@ fn escape_at(bytes: &[u8]) -> (usize, Option<Escape>) {
         [0xE2, 0x80, 0xA9, ..] => (3, Some(Escape::Line(b"\\u2029"))),
         [0xC2 | 0xE2, ..] => (1, None),
         _ => (1, Some(Escape::Control)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::{json, Value};
+
+    use super::*;
+    use crate::error::ErrorCode;
+
+    fn writer(kind: AnswerKind, include_usage: bool) -> ChunkWriter {
+        ChunkWriter::new(kind, "id-1", 7, "to\"y", include_usage)
+    }
+
+    /// The events in a buffer, each a JSON object.
+    fn events(out: &[u8]) -> Vec<Value> {
+        let text = std::str::from_utf8(out).expect("UTF-8");
+        assert!(text.is_empty() || text.ends_with("\n\n"));
+        text.split_terminator("\n\n")
+            .map(|event| serde_json::from_str(event.strip_prefix("data: ").expect("data")).expect(event))
+            .collect()
+    }
+
+    fn token<'a>(bytes: &'a [u8], logprob: f32, top: &[(&'a [u8], f32)]) -> TokenLogprob<'a> {
+        TokenLogprob {
+            bytes,
+            logprob: Some(logprob),
+            top: top
+                .iter()
+                .map(|(bytes, logprob)| Alternative {
+                    bytes,
+                    logprob: *logprob,
+                })
+                .collect(),
+        }
+    }
+
+    const USAGE: Usage = Usage {
+        prompt_tokens: 7,
+        cached_tokens: 0,
+        completion_tokens: 3,
+    };
+
+    #[test]
+    fn a_chat_stream_with_usage() {
+        let writer = writer(AnswerKind::Chat, true);
+        let mut out = Vec::new();
+        writer.role(&mut out, 0);
+        writer.text(&mut out, 0, "a\n");
+        writer.finish(&mut out, 0, FinishReason::Stop);
+        writer.usage(&mut out, &USAGE);
+        let event = |choices: Value, usage: Value| {
+            json!({"id": "id-1", "object": "chat.completion.chunk", "created": 7, "model": "to\"y", "choices": choices,
+                "usage": usage})
+        };
+        let choice = |delta: Value, reason: Value| json!([{"index": 0, "delta": delta, "logprobs": null, "finish_reason": reason}]);
+        let usage = json!({"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 0}});
+        assert_eq!(
+            events(&out),
+            [
+                event(
+                    choice(json!({"role": "assistant", "content": ""}), Value::Null),
+                    Value::Null
+                ),
+                event(choice(json!({"content": "a\n"}), Value::Null), Value::Null),
+                event(choice(json!({}), json!("stop")), Value::Null),
+                event(json!([]), usage),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_stream_without_usage_never_speaks_of_it() {
+        for kind in [AnswerKind::Chat, AnswerKind::Completion] {
+            let writer = writer(kind, false);
+            let mut out = Vec::new();
+            writer.role(&mut out, 3);
+            writer.text(&mut out, 3, "a");
+            writer.finish(&mut out, 3, FinishReason::Length);
+            writer.usage(&mut out, &USAGE);
+            for event in events(&out) {
+                assert_eq!(event.get("usage"), None);
+                assert_eq!(event["choices"][0]["index"], 3);
+            }
+        }
+    }
+
+    #[test]
+    fn a_legacy_stream() {
+        let writer = writer(AnswerKind::Completion, false);
+        let mut out = Vec::new();
+        writer.role(&mut out, 1);
+        writer.text(&mut out, 1, "a");
+        writer.finish(&mut out, 1, FinishReason::Length);
+        let events = events(&out);
+        assert_eq!(events.len(), 2);
+        assert_eq!(events[0]["object"], "text_completion");
+        assert_eq!(
+            events[0]["choices"][0],
+            json!({"index": 1, "text": "a", "logprobs": null, "finish_reason": null})
+        );
+        assert_eq!(
+            events[1]["choices"][0],
+            json!({"index": 1, "text": "", "logprobs": null, "finish_reason": "length"})
+        );
+    }
+
+    #[test]
+    fn chat_logprobs_stand_beside_their_tokens() {
+        let mut out = Vec::new();
+        let tokens = [
+            token(&[240, 159], -0.5, &[(&[240, 159], -0.5), (b"a", -1.25)]),
+            token(&[153, 130], f32::NEG_INFINITY, &[]),
+            token(b"x", f32::NAN, &[(b"y", f32::INFINITY)]),
+        ];
+        writer(AnswerKind::Chat, false).text_with_logprobs(&mut out, 0, "🙂", &tokens, &mut TextOffset::default());
+        let logprobs = &events(&out)[0]["choices"][0]["logprobs"];
+        assert_eq!(
+            logprobs["content"],
+            json!([
+                {"token": "\u{fffd}", "logprob": -0.5, "bytes": [240, 159], "top_logprobs": [
+                    {"token": "\u{fffd}", "logprob": -0.5, "bytes": [240, 159]},
+                    {"token": "a", "logprob": -1.25, "bytes": [97]}]},
+                {"token": "\u{fffd}\u{fffd}", "logprob": -9999.0, "bytes": [153, 130], "top_logprobs": []},
+                {"token": "x", "logprob": -9999.0, "bytes": [120], "top_logprobs": [
+                    {"token": "y", "logprob": -9999.0, "bytes": [121]}]},
+            ])
+        );
+    }
+
+    #[test]
+    fn legacy_offsets_run_on_over_the_events() {
+        let writer = writer(AnswerKind::Completion, false);
+        let (mut out, mut offset) = (Vec::new(), TextOffset::default());
+        let first = TokenLogprob {
+            bytes: b"a",
+            logprob: None,
+            top: Vec::new(),
+        };
+        writer.text_with_logprobs(
+            &mut out,
+            0,
+            "ab",
+            &[first, token(b"b", -1.0, &[(b"b", -1.0)])],
+            &mut offset,
+        );
+        writer.text_with_logprobs(
+            &mut out,
+            0,
+            "cd",
+            &[token(b"c", -1.0, &[]), token(b"d", -2.0, &[])],
+            &mut offset,
+        );
+        let events = events(&out);
+        assert_eq!(
+            events[0]["choices"][0]["logprobs"],
+            json!({"tokens": ["a", "b"], "token_logprobs": [null, -1.0], "top_logprobs": [null, {"b": -1.0}],
+                "text_offset": [0, 1]})
+        );
+        assert_eq!(events[1]["choices"][0]["logprobs"]["text_offset"], json!([2, 3]));
+    }
+
+    #[test]
+    fn legacy_parts_of_characters_are_told_apart() {
+        let (mut out, mut offset) = (Vec::new(), TextOffset::default());
+        let tokens = [
+            token("é".as_bytes(), -1.0, &[]),
+            token(&[240, 159], -1.0, &[(&[240, 159], -1.0), (&[240, 158], -2.0)]),
+            token(&[153, 130], -1.0, &[]),
+            token(b"x", -1.0, &[]),
+        ];
+        writer(AnswerKind::Completion, false).text_with_logprobs(&mut out, 0, "é🙂x", &tokens, &mut offset);
+        let logprobs = events(&out)[0]["choices"][0]["logprobs"].clone();
+        assert_eq!(
+            logprobs["tokens"],
+            json!(["é", "bytes:\\xf0\\x9f", "bytes:\\x99\\x82", "x"])
+        );
+        assert_eq!(
+            logprobs["top_logprobs"][1],
+            json!({"bytes:\\xf0\\x9f": -1.0, "bytes:\\xf0\\x9e": -2.0})
+        );
+        assert_eq!(logprobs["text_offset"], json!([0, 1, 1, 2]));
+    }
+
+    #[test]
+    fn whole_answers() {
+        let choices = [
+            Choice {
+                text: "a\"",
+                logprobs: None,
+                finish_reason: FinishReason::Stop,
+            },
+            Choice {
+                text: "b",
+                logprobs: Some(vec![token(b"b", -0.0, &[])]),
+                finish_reason: FinishReason::Length,
+            },
+        ];
+        let body = answer_body(AnswerKind::Chat, "id", 1, "toy", &choices, &USAGE);
+        let body: Value = serde_json::from_slice(&body).expect("JSON");
+        assert_eq!(body["object"], "chat.completion");
+        assert_eq!(
+            body["choices"][0],
+            json!({"index": 0, "message": {"role": "assistant", "content": "a\"", "refusal": null}, "logprobs": null,
+                "finish_reason": "stop"})
+        );
+        assert_eq!(body["choices"][1]["logprobs"]["content"][0]["token"], "b");
+        assert_eq!(body["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
+        assert_eq!(body["usage"]["total_tokens"], 10);
+        let body = answer_body(AnswerKind::Completion, "id", 1, "toy", &choices, &USAGE);
+        let body: Value = serde_json::from_slice(&body).expect("JSON");
+        assert_eq!(
+            body["choices"][0],
+            json!({"index": 0, "text": "a\"", "logprobs": null, "finish_reason": "stop"})
+        );
+        assert_eq!(body["choices"][1]["logprobs"]["text_offset"], json!([0]));
+    }
+
+    #[test]
+    fn an_error_event() {
+        let mut out = Vec::new();
+        push_error_event(&mut out, &ApiError::new(ErrorCode::WorkerLost, "line\nbreak"));
+        let event = &events(&out)[0];
+        assert_eq!(event["error"]["code"], "worker_lost");
+        assert_eq!(event["error"]["message"], "line\nbreak");
+    }
+
+    proptest! {
+        #[test]
+        fn strings_come_back_and_break_no_line(text in "(\\PC|[\\x00-\\x1f\"\\\\\u{7f}\u{85}\u{2028}\u{2029}â\u{a0}]){0,24}") {
+            let mut out = vec![b'"'];
+            push_string(&mut out, &text);
+            out.push(b'"');
+            let written = std::str::from_utf8(&out).expect("UTF-8");
+            prop_assert_eq!(serde_json::from_str::<String>(written).expect("JSON"), text);
+            let breaks = |c: char| c.is_ascii_control() && c != '\u{7f}' || matches!(c, '\u{85}' | '\u{2028}' | '\u{2029}');
+            prop_assert!(!written.contains(breaks));
+        }
+
+        #[test]
+        fn numbers_are_decimal(number in any::<u64>()) {
+            let mut out = Vec::new();
+            push_number(&mut out, number);
+            prop_assert_eq!(out, number.to_string().into_bytes());
+        }
+
+        #[test]
+        fn logprobs_are_always_json(logprob in any::<f32>()) {
+            let mut out = Vec::new();
+            push_logprob(&mut out, logprob);
+            let read: f64 = serde_json::from_slice(&out).expect("JSON");
+            prop_assert!(read >= f64::from(LOGPROB_FLOOR));
+        }
     }
 }

@@ -144,7 +144,15 @@ impl Answer {
         if let (None, Some(finish)) = (&choice.finish, &delta.finish) {
             let outcome = Outcome::try_from(finish.outcome).unwrap_or(Outcome::Failed);
             if matches!(outcome, Outcome::Stop | Outcome::Length | Outcome::ToolCalls) {
-                choice.end(Finish { outcome, stop_string: None, stop_id: None }, &self.ending, &mut text);
+                choice.end(
+                    Finish {
+                        outcome,
+                        stop_string: None,
+                        stop_id: None,
+                    },
+                    &self.ending,
+                    &mut text,
+                );
             }
         }
         choice.release(&mut entries);
@@ -166,7 +174,12 @@ impl Answer {
 
     /// "length" when any choice was cut, else "stop".
     pub fn outcome(&self) -> &'static str {
-        let cut = |choice: &Choice| choice.finish.as_ref().is_some_and(|finish| finish.outcome == Outcome::Length);
+        let cut = |choice: &Choice| {
+            choice
+                .finish
+                .as_ref()
+                .is_some_and(|finish| finish.outcome == Outcome::Length)
+        };
         if self.choices.iter().any(cut) {
             "length"
         } else {
@@ -176,7 +189,9 @@ impl Answer {
 
     /// Whether that choice is over.
     pub fn is_finished(&self, choice: u32) -> bool {
-        self.choices.get(choice as usize).is_some_and(|choice| choice.finish.is_some())
+        self.choices
+            .get(choice as usize)
+            .is_some_and(|choice| choice.finish.is_some())
     }
 
     /// Something has left: only going on is possible, not doing it again.
@@ -224,7 +239,10 @@ impl Answer {
                 .map(|choice| stored::Choice {
                     ids: choice.ids.clone(),
                     logprobs: choice.logprobs.clone(),
-                    outcome: choice.finish.as_ref().map_or(Outcome::Unspecified, |finish| finish.outcome) as i32,
+                    outcome: choice
+                        .finish
+                        .as_ref()
+                        .map_or(Outcome::Unspecified, |finish| finish.outcome) as i32,
                 })
                 .collect(),
         }
@@ -256,7 +274,11 @@ impl Choice {
         }
         let may_end = self.ids.len() > ending.min_tokens as usize;
         if may_end && (ending.eos_ids.contains(&id) || ending.stop_ids.contains(&id)) {
-            let finish = Finish { outcome: Outcome::Stop, stop_string: None, stop_id: Some(id) };
+            let finish = Finish {
+                outcome: Outcome::Stop,
+                stop_string: None,
+                stop_id: Some(id),
+            };
             return self.end(finish, ending, text);
         }
         let mut fresh = String::new();
@@ -265,11 +287,24 @@ impl Choice {
             let start = self.waiting.back().map_or(self.decoded_bytes, |entry| entry.end);
             // A token whose character is not complete yet leaves with the byte that completes it.
             let end = self.decoded_bytes + fresh.len() + usize::from(self.decoder.holds_bytes());
-            self.waiting.push_back(Entry { id, logprobs: logprobs.cloned(), start, end });
+            self.waiting.push_back(Entry {
+                id,
+                logprobs: logprobs.cloned(),
+                start,
+                end,
+            });
         }
         self.emit(&fresh, ending, text);
         if self.finish.is_none() && self.ids.len() >= ending.max_tokens as usize {
-            self.end(Finish { outcome: Outcome::Length, stop_string: None, stop_id: None }, ending, text);
+            self.end(
+                Finish {
+                    outcome: Outcome::Length,
+                    stop_string: None,
+                    stop_id: None,
+                },
+                ending,
+                text,
+            );
         }
     }
 
@@ -282,7 +317,11 @@ impl Choice {
             Some(matcher) => {
                 if let Some(stop) = matcher.push(fresh, text) {
                     let stop_string = ending.stop_strings.get(stop).cloned();
-                    self.finish = Some(Finish { outcome: Outcome::Stop, stop_string, stop_id: None });
+                    self.finish = Some(Finish {
+                        outcome: Outcome::Stop,
+                        stop_string,
+                        stop_id: None,
+                    });
                 }
             }
         }
@@ -326,8 +365,16 @@ impl Choice {
 
 /// The ids of a prompt with their log-probabilities, as entries.
 pub fn prompt_entries(ids: &[u32], logprobs: &[TokenLogprobs]) -> Vec<Entry> {
-    let later = logprobs.iter().map(|one| Some(one.clone())).chain(std::iter::repeat(None));
+    let later = logprobs
+        .iter()
+        .map(|one| Some(one.clone()))
+        .chain(std::iter::repeat(None));
     let all = std::iter::once(None).chain(later);
-    let entry = |(&id, logprobs)| Entry { id, logprobs, start: 0, end: 0 };
+    let entry = |(&id, logprobs)| Entry {
+        id,
+        logprobs,
+        start: 0,
+        end: 0,
+    };
     ids.iter().zip(all).map(entry).collect()
 }

@@ -131,7 +131,10 @@ impl Generation {
     pub async fn prepare(plane: &Arc<Plane>, mut call: Call) -> Result<Self, ApiError> {
         match Self::try_prepare(plane, &mut call).await {
             Ok((shared, prompts)) => {
-                let parts = prompts.into_iter().enumerate().map(|(index, ids)| Part::new(plane, &shared, index, ids, &call.open));
+                let parts = prompts
+                    .into_iter()
+                    .enumerate()
+                    .map(|(index, ids)| Part::new(plane, &shared, index, ids, &call.open));
                 let parts = parts.collect::<Result<Vec<_>, _>>();
                 match parts {
                     Ok(parts) => Ok(Self {
@@ -172,7 +175,10 @@ impl Generation {
             deadline: call.deadline,
             context_tokens: plane.context_tokens(&call.model),
             eos_ids,
-            model_version: format!("{} {} {}", description.engine, description.weights_sha256, description.quantization),
+            model_version: format!(
+                "{} {} {}",
+                description.engine, description.weights_sha256, description.quantization
+            ),
             block_tokens: description.block_tokens,
         });
         let prompts = encode(&shared).await?;
@@ -222,7 +228,10 @@ impl Generation {
             if matches!(part.state, State::Over) {
                 continue;
             }
-            let mut sink = Offset { sink, first_choice: part.first_choice };
+            let mut sink = Offset {
+                sink,
+                first_choice: part.first_choice,
+            };
             match part.poll(context, &mut sink, &self.open) {
                 Poll::Pending => {}
                 Poll::Ready(Ok(())) => progress = true,
@@ -240,7 +249,10 @@ impl Generation {
     /// The deadline, workers that have fallen silent, and the end of the process.
     fn poll_timer(&mut self, context: &mut Context<'_>) -> Poll<Step> {
         if self.stopping.as_mut().poll(context).is_ready() {
-            let error = ApiError::new(ErrorCode::Draining, "this router stopped before the answer was complete");
+            let error = ApiError::new(
+                ErrorCode::Draining,
+                "this router stopped before the answer was complete",
+            );
             return Poll::Ready(Step::Failed(error));
         }
         let stall = Duration::from_secs_f64(self.plane.config.stall_timeout_s);
@@ -248,7 +260,9 @@ impl Generation {
             let deadline = self.shared.deadline;
             let timer = self.timer.get_or_insert_with(|| {
                 let first = Instant::now() + stall;
-                Box::pin(tokio::time::sleep_until(deadline.map_or(first, |deadline| deadline.min(first)).into()))
+                Box::pin(tokio::time::sleep_until(
+                    deadline.map_or(first, |deadline| deadline.min(first)).into(),
+                ))
             });
             ready!(timer.as_mut().poll(context));
             let now = Instant::now();
@@ -271,7 +285,9 @@ impl Generation {
                 context.waker().wake_by_ref();
             }
             let next = now + (stall - longest).max(Duration::from_millis(1));
-            timer.as_mut().reset(deadline.map_or(next, |deadline| deadline.min(next)).into());
+            timer
+                .as_mut()
+                .reset(deadline.map_or(next, |deadline| deadline.min(next)).into());
         }
     }
 
@@ -307,7 +323,9 @@ async fn encode(shared: &Arc<Shared>) -> Result<Vec<Vec<u32>>, ApiError> {
     if bytes <= LONG_BYTES {
         return work();
     }
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(internal(error)))
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|error| Err(internal(error)))
 }
 
 fn weight(prompt: &Prompt) -> usize {
@@ -337,10 +355,17 @@ impl Part {
         let request = &shared.request;
         let max_tokens = request.resolve_max_tokens(prompt_ids.len(), shared.context_tokens)?;
         if max_tokens == 0 && request.logprobs.is_some() {
-            return Err(ApiError::unsupported("max_tokens", "log-probabilities of a prompt need max_tokens of at least 1"));
+            return Err(ApiError::unsupported(
+                "max_tokens",
+                "log-probabilities of a prompt need max_tokens of at least 1",
+            ));
         }
         let ending = Ending {
-            eos_ids: if request.stopping.ignore_eos { Vec::new() } else { shared.eos_ids.clone() },
+            eos_ids: if request.stopping.ignore_eos {
+                Vec::new()
+            } else {
+                shared.eos_ids.clone()
+            },
             stop_ids: request.stopping.stop_ids.clone(),
             stop_strings: request.stopping.stop.clone(),
             stop_set: Arc::new(StopSet::new(&request.stopping.stop, request.stopping.include_stop)),
@@ -382,7 +407,10 @@ impl Part {
         self.run_span = None;
         if self.max_tokens == 0 {
             // Only the echo is wanted: nobody has to run anything.
-            let echo = proto::Answer { prompt_tokens: self.prompt_ids.len() as u32, choices: Vec::new() };
+            let echo = proto::Answer {
+                prompt_tokens: self.prompt_ids.len() as u32,
+                choices: Vec::new(),
+            };
             self.state = State::Opening(Box::pin(async move { Ok(Opened::Replay(echo)) }));
             return;
         }
@@ -454,7 +482,11 @@ impl Part {
                 eos_ids: self.shared.eos_ids.clone(),
             }),
             guided: request.guided.as_ref().map(guided),
-            logprobs: request.logprobs.map(|top| proto::LogprobOptions { enabled: true, top, prompt: request.echo }),
+            logprobs: request.logprobs.map(|top| proto::LogprobOptions {
+                enabled: true,
+                top,
+                prompt: request.echo,
+            }),
             lora: request.lora.clone().unwrap_or_default(),
             class: class(request.class) as i32,
             resumed_tokens: committed.len() as u32,
@@ -486,7 +518,12 @@ impl Part {
         }
     }
 
-    fn poll(&mut self, context: &mut Context<'_>, sink: &mut impl Sink, open: &OpenRequest) -> Poll<Result<(), ApiError>> {
+    fn poll(
+        &mut self,
+        context: &mut Context<'_>,
+        sink: &mut impl Sink,
+        open: &OpenRequest,
+    ) -> Poll<Result<(), ApiError>> {
         loop {
             match &mut self.state {
                 State::Over => return Poll::Ready(Ok(())),
@@ -593,7 +630,12 @@ impl Part {
         if std::mem::replace(&mut self.echoed, true) || self.shared.request.logprobs.is_some() {
             return;
         }
-        let text = match self.shared.request.prompts.get((self.first_choice / self.shared.request.sampling.n) as usize) {
+        let text = match self
+            .shared
+            .request
+            .prompts
+            .get((self.first_choice / self.shared.request.sampling.n) as usize)
+        {
             Some(Prompt::Text(text)) => text.clone(),
             _ => self.shared.model.tokenizer.decode(&self.prompt_ids, true),
         };
@@ -604,7 +646,11 @@ impl Part {
         self.state = State::Over;
         self.echo(sink);
         if self.max_tokens == 0 {
-            let finish = Finish { outcome: Outcome::Length, stop_string: None, stop_id: None };
+            let finish = Finish {
+                outcome: Outcome::Length,
+                stop_string: None,
+                stop_id: None,
+            };
             (0..self.shared.request.sampling.n).for_each(|choice| sink.finish(choice, &finish));
             return Ok(());
         }
@@ -612,7 +658,9 @@ impl Part {
         self.cached_prompt_tokens = self.prompt_ids.len() as u32;
         self.first = Some(Instant::now());
         for delta in Answer::replay(answer) {
-            self.answer.push(&delta, sink).map_err(|gap| internal(format!("the cache sent {}", gap.0)))?;
+            self.answer
+                .push(&delta, sink)
+                .map_err(|gap| internal(format!("the cache sent {}", gap.0)))?;
         }
         match self.answer.is_done() {
             true => Ok(()),
@@ -680,7 +728,10 @@ impl Part {
             self.restart(open);
             return Ok(());
         }
-        Err(ApiError::new(ErrorCode::WorkerLost, format!("the worker was lost: {reason}")))
+        Err(ApiError::new(
+            ErrorCode::WorkerLost,
+            format!("the worker was lost: {reason}"),
+        ))
     }
 
     /// What was committed can be carried whole: one choice, and no grammar whose position is the worker's.
@@ -703,7 +754,10 @@ impl Part {
     /// What the client is told when no worker was to be had.
     fn refused(&self, error: ApiError) -> ApiError {
         match self.answer.is_shown() && error.code != ErrorCode::DeadlineExceeded {
-            true => ApiError::new(ErrorCode::WorkerLost, format!("the worker was lost, and no other took over: {}", error.message)),
+            true => ApiError::new(
+                ErrorCode::WorkerLost,
+                format!("the worker was lost, and no other took over: {}", error.message),
+            ),
             false => error,
         }
     }
@@ -769,7 +823,10 @@ impl Attempt {
 
 fn trace(span: &Span) -> Option<TraceContext> {
     let traceparent = span.traceparent();
-    (!traceparent.is_empty()).then(|| TraceContext { traceparent, ..TraceContext::default() })
+    (!traceparent.is_empty()).then(|| TraceContext {
+        traceparent,
+        ..TraceContext::default()
+    })
 }
 
 fn guided(guided: &Guided) -> proto::Guided {

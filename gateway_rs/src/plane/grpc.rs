@@ -31,10 +31,11 @@ use crate::{
         generate_request::Prompt as AskedPrompt,
         generate_response::{Delta, Event, FinalUsage, Finish as FinishEvent, Started},
         inference_service_server::{InferenceService, InferenceServiceServer},
-        list_models_response, tokenize_request, DetokenizeRequest, DetokenizeResponse, GenerateRequest, GenerateResponse,
-        ListModelsRequest, ListModelsResponse, TextLogprob, TextLogprobs, TokenizeRequest, TokenizeResponse, Usage,
+        list_models_response, tokenize_request, DetokenizeRequest, DetokenizeResponse, GenerateRequest,
+        GenerateResponse, ListModelsRequest, ListModelsResponse, TextLogprob, TextLogprobs, TokenizeRequest,
+        TokenizeResponse, Usage,
     },
-    request::{Class, ChatPrompt, Door, Draft, Guided, GuidedDraft, Prompt, RawChat, RawMessage},
+    request::{ChatPrompt, Class, Door, Draft, Guided, GuidedDraft, Prompt, RawChat, RawMessage},
 };
 
 /// Serves until told to close, then lets open streams end.
@@ -80,7 +81,9 @@ async fn report_health(plane: Arc<Plane>, reporter: tonic_health::server::Health
                 false => tonic_health::ServingStatus::NotServing,
             };
             reporter.set_service_status("", status).await;
-            reporter.set_service_status("headrace.v1.InferenceService", status).await;
+            reporter
+                .set_service_status("headrace.v1.InferenceService", status)
+                .await;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -96,7 +99,11 @@ impl InferenceService for Inference {
         let arrived = Instant::now();
         let (metadata, _, asked) = request.into_parts();
         let plane = &self.0;
-        let operation = if matches!(asked.prompt, Some(AskedPrompt::Chat(_))) { "chat" } else { "text_completion" };
+        let operation = if matches!(asked.prompt, Some(AskedPrompt::Chat(_))) {
+            "chat"
+        } else {
+            "text_completion"
+        };
         let traceparent = text(&metadata, "traceparent");
         let mut open = OpenRequest::new(plane, Entrance::Grpc, &asked.model, operation, traceparent, arrived)
             .map_err(|error| status(&error))?;
@@ -104,12 +111,19 @@ impl InferenceService for Inference {
             open.fail(&error);
             status(&error)
         };
-        let model = plane.model(&asked.model).cloned().map_err(|error| refuse(&mut open, error))?;
+        let model = plane
+            .model(&asked.model)
+            .cloned()
+            .map_err(|error| refuse(&mut open, error))?;
         let limits = plane.limits(&model);
         let drafted = draft(asked).and_then(|draft| draft.validate(&limits));
         let request = drafted.map_err(|error| refuse(&mut open, error))?;
         let asked_ms = [request.deadline, grpc_timeout(&metadata)];
-        let deadline = asked_ms.into_iter().flatten().min().and_then(|left| arrived.checked_add(left));
+        let deadline = asked_ms
+            .into_iter()
+            .flatten()
+            .min()
+            .and_then(|left| arrived.checked_add(left));
         let request_id = super::http::request_id(text(&metadata, "x-request-id"));
         let started = Started {
             request_id: request_id.clone(),
@@ -117,12 +131,28 @@ impl InferenceService for Inference {
             prompt_tokens: 0,
             created_s: super::unix_s() as i64,
         };
-        let call = Call { request, model: model.clone(), request_id, open, deadline };
+        let call = Call {
+            request,
+            model: model.clone(),
+            request_id,
+            open,
+            deadline,
+        };
         let generation = Generation::prepare(plane, call).await.map_err(|error| status(&error))?;
-        let mut sink = GrpcSink { model, events: VecDeque::new() };
+        let mut sink = GrpcSink {
+            model,
+            events: VecDeque::new(),
+        };
         let prompt_tokens = generation.prompt_tokens();
-        sink.put(Event::Started(Started { prompt_tokens, ..started }));
-        Ok(Response::new(Box::pin(Answering { generation: Some(generation), sink, failure: None })))
+        sink.put(Event::Started(Started {
+            prompt_tokens,
+            ..started
+        }));
+        Ok(Response::new(Box::pin(Answering {
+            generation: Some(generation),
+            sink,
+            failure: None,
+        })))
     }
 
     async fn list_models(&self, _: Request<ListModelsRequest>) -> Result<Response<ListModelsResponse>, Status> {
@@ -158,7 +188,10 @@ impl InferenceService for Inference {
 
     async fn detokenize(&self, request: Request<DetokenizeRequest>) -> Result<Response<DetokenizeResponse>, Status> {
         let asked = request.into_inner();
-        let result = self.0.model(&asked.model).and_then(|model| super::http::detokenize(model, &asked.ids, asked.skip_special));
+        let result = self
+            .0
+            .model(&asked.model)
+            .and_then(|model| super::http::detokenize(model, &asked.ids, asked.skip_special));
         let text = result.map_err(|error| status(&error))?;
         Ok(Response::new(DetokenizeResponse { text }))
     }
@@ -195,7 +228,10 @@ impl Stream for Answering {
                         cached_prompt_tokens: books.cached_prompt_tokens,
                         completion_tokens: books.completion_tokens,
                     };
-                    this.sink.put(Event::Usage(FinalUsage { usage: Some(usage), cached_answer: books.cached_answer }));
+                    this.sink.put(Event::Usage(FinalUsage {
+                        usage: Some(usage),
+                        cached_answer: books.cached_answer,
+                    }));
                     this.generation = None;
                 }
                 Step::Failed(error) => {
@@ -220,7 +256,12 @@ impl GrpcSink {
     fn logprobs(&self, entry: &Entry) -> Option<TextLogprobs> {
         let one = |logprob: &proto::Logprob| TextLogprob {
             id: logprob.id,
-            bytes: self.model.tokenizer.token_bytes(logprob.id).unwrap_or_default().to_vec(),
+            bytes: self
+                .model
+                .tokenizer
+                .token_bytes(logprob.id)
+                .unwrap_or_default()
+                .to_vec(),
             logprob: finite(logprob.logprob),
         };
         entry.logprobs.as_ref().map(|logprobs| TextLogprobs {
@@ -278,7 +319,11 @@ fn draft(asked: GenerateRequest) -> Result<Draft, ApiError> {
         draft.repetition_penalty = sampling.repetition_penalty.map(f64::from);
         draft.frequency_penalty = sampling.frequency_penalty.map(f64::from);
         draft.presence_penalty = sampling.presence_penalty.map(f64::from);
-        draft.logit_bias = sampling.logit_bias.into_iter().map(|(id, bias)| (id.into(), bias.into())).collect();
+        draft.logit_bias = sampling
+            .logit_bias
+            .into_iter()
+            .map(|(id, bias)| (id.into(), bias.into()))
+            .collect();
         draft.seed = sampling.seed;
         draft.n = sampling.n.map(i64::from);
     }
@@ -292,7 +337,10 @@ fn draft(asked: GenerateRequest) -> Result<Draft, ApiError> {
     }
     if let Some(logprobs) = asked.logprobs {
         if logprobs.prompt {
-            return Err(ApiError::unsupported("logprobs.prompt", "log-probabilities of a prompt are given by /v1/completions with echo"));
+            return Err(ApiError::unsupported(
+                "logprobs.prompt",
+                "log-probabilities of a prompt are given by /v1/completions with echo",
+            ));
         }
         if !logprobs.enabled && logprobs.top > 0 {
             return Err(ApiError::invalid("logprobs.top", "logprobs.top needs logprobs.enabled"));
@@ -324,7 +372,11 @@ fn guided(kind: proto::guided::Kind) -> GuidedDraft {
         Kind::Grammar(grammar) => (Guided::Grammar(grammar), "guided.grammar"),
         Kind::Choice(choice) => (Guided::Choice(choice.texts), "guided.choice"),
     };
-    GuidedDraft { guided, strict: true, param }
+    GuidedDraft {
+        guided,
+        strict: true,
+        param,
+    }
 }
 
 fn chat(asked: proto::Chat) -> Result<ChatPrompt, ApiError> {
@@ -333,7 +385,11 @@ fn chat(asked: proto::Chat) -> Result<ChatPrompt, ApiError> {
         content: message.content,
         parts: message.parts,
         name: message.name,
-        tool_calls: message.tool_calls.into_iter().map(|call| (call.id, call.name, call.arguments_json)).collect(),
+        tool_calls: message
+            .tool_calls
+            .into_iter()
+            .map(|call| (call.id, call.name, call.arguments_json))
+            .collect(),
         tool_call_id: message.tool_call_id,
     };
     let raw = RawChat {
@@ -346,7 +402,10 @@ fn chat(asked: proto::Chat) -> Result<ChatPrompt, ApiError> {
 }
 
 fn text<'a>(metadata: &'a MetadataMap, key: &str) -> &'a str {
-    metadata.get(key).and_then(|value| value.to_str().ok()).unwrap_or_default()
+    metadata
+        .get(key)
+        .and_then(|value| value.to_str().ok())
+        .unwrap_or_default()
 }
 
 /// The call's own deadline: up to eight digits and a unit. What is not that sets none.
@@ -371,7 +430,11 @@ fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
 /// An error as a rich status: ErrorInfo always, RetryInfo and BadRequest where they say something.
 pub fn status(error: &ApiError) -> Status {
     let mut details = ErrorDetails::new();
-    details.set_error_info(error.openai_code().to_uppercase(), "headrace", std::collections::HashMap::new());
+    details.set_error_info(
+        error.openai_code().to_uppercase(),
+        "headrace",
+        std::collections::HashMap::new(),
+    );
     if let Some(wait) = error.retry_after {
         details.set_retry_info(Some(wait));
     }

@@ -51,17 +51,31 @@ const REQUEST_ID: &str = "x-request-id";
 /// Every path of the door.
 pub fn routes(plane: Arc<Plane>) -> Router {
     Router::new()
-        .route("/v1/chat/completions", post(|State(plane): SharedPlane, request: Request| generate(plane, AnswerKind::Chat, request)))
-        .route("/v1/completions", post(|State(plane): SharedPlane, request: Request| generate(plane, AnswerKind::Completion, request)))
+        .route(
+            "/v1/chat/completions",
+            post(|State(plane): SharedPlane, request: Request| generate(plane, AnswerKind::Chat, request)),
+        )
+        .route(
+            "/v1/completions",
+            post(|State(plane): SharedPlane, request: Request| generate(plane, AnswerKind::Completion, request)),
+        )
         .route("/v1/models", get(models))
         .route("/v1/models/{model}", get(model))
-        .route("/tokenize", post(|State(plane): SharedPlane, request: Request| wrap_tokenize(plane, request)))
-        .route("/detokenize", post(|State(plane): SharedPlane, request: Request| wrap_detokenize(plane, request)))
+        .route(
+            "/tokenize",
+            post(|State(plane): SharedPlane, request: Request| wrap_tokenize(plane, request)),
+        )
+        .route(
+            "/detokenize",
+            post(|State(plane): SharedPlane, request: Request| wrap_detokenize(plane, request)),
+        )
         .route("/health", get(health))
         .route("/live", get(|| async { json(StatusCode::OK, r#"{"status":"live"}"#) }))
         .route("/metrics", get(metrics))
         .fallback(|| async { refusal(StatusCode::NOT_FOUND, "no such path") })
-        .method_not_allowed_fallback(|| async { refusal(StatusCode::METHOD_NOT_ALLOWED, "this path has another method") })
+        .method_not_allowed_fallback(|| async {
+            refusal(StatusCode::METHOD_NOT_ALLOWED, "this path has another method")
+        })
         .with_state(plane)
 }
 
@@ -92,7 +106,14 @@ async fn answer(
         AnswerKind::Completion => "text_completion",
     };
     let name = drafted.as_ref().map_or("", |draft| draft.model.as_str());
-    let mut open = OpenRequest::new(plane, Door::Http, name, operation, header(headers, "traceparent"), arrived)?;
+    let mut open = OpenRequest::new(
+        plane,
+        Door::Http,
+        name,
+        operation,
+        header(headers, "traceparent"),
+        arrived,
+    )?;
     let checked = drafted.and_then(|draft| {
         let model = plane.model(&draft.model)?.clone();
         Ok((draft.validate(&plane.limits(&model))?, model))
@@ -100,7 +121,13 @@ async fn answer(
     let (request, model) = checked.inspect_err(|error| open.fail(error))?;
     let deadline = request.deadline.and_then(|left| arrived.checked_add(left));
     let (stream, include_usage, choices) = (request.stream, request.include_usage, request.total_choices());
-    let call = Call { request, model: model.clone(), request_id: request_id.to_owned(), open, deadline };
+    let call = Call {
+        request,
+        model: model.clone(),
+        request_id: request_id.to_owned(),
+        open,
+        deadline,
+    };
     let generation = Generation::prepare(plane, call).await?;
     match stream {
         true => stream_answer(generation, Events::new(kind, model, choices, include_usage)).await,
@@ -120,7 +147,10 @@ async fn stream_answer(mut generation: Generation, mut events: Events) -> Result
     let body = SseBody::new(generation, events, step);
     let mut response = Response::new(Body::new(body));
     let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(
+        CONTENT_TYPE,
+        HeaderValue::from_static("text/event-stream; charset=utf-8"),
+    );
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // Proxies that buffer would undo the streaming.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
@@ -128,7 +158,12 @@ async fn stream_answer(mut generation: Generation, mut events: Events) -> Result
     Ok(response)
 }
 
-async fn whole_answer(mut generation: Generation, kind: AnswerKind, model: &Arc<Model>, choices: usize) -> Result<Response, ApiError> {
+async fn whole_answer(
+    mut generation: Generation,
+    kind: AnswerKind,
+    model: &Arc<Model>,
+    choices: usize,
+) -> Result<Response, ApiError> {
     let mut collected = Collected::new(choices);
     loop {
         match poll_fn(|context| generation.poll(context, &mut collected)).await {
@@ -150,12 +185,22 @@ fn mark_cached(response: &mut Response, cached: bool) {
 
 /// The whole body, within its bounds of size and time.
 async fn read(plane: &Plane, headers: &HeaderMap, body: Body) -> Result<Bytes, ApiError> {
-    let kind = header(headers, CONTENT_TYPE.as_str()).split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let kind = header(headers, CONTENT_TYPE.as_str())
+        .split(';')
+        .next()
+        .unwrap_or_default()
+        .trim()
+        .to_ascii_lowercase();
     if !(kind.is_empty() || kind == "application/json" || kind.ends_with("+json")) {
         return Err(ApiError::unsupported_media_type());
     }
     let limit = plane.config.max_body_bytes;
-    let too_large = |size: &str| ApiError::new(ErrorCode::TooLarge, format!("the body has {size} bytes, the limit is {limit}"));
+    let too_large = |size: &str| {
+        ApiError::new(
+            ErrorCode::TooLarge,
+            format!("the body has {size} bytes, the limit is {limit}"),
+        )
+    };
     let announced = header(headers, CONTENT_LENGTH.as_str());
     if announced.parse::<usize>().is_ok_and(|size| size > limit) {
         return Err(too_large(announced));
@@ -164,7 +209,10 @@ async fn read(plane: &Plane, headers: &HeaderMap, body: Body) -> Result<Bytes, A
     match tokio::time::timeout(timeout, Limited::new(body, limit).collect()).await {
         Ok(Ok(body)) => Ok(body.to_bytes()),
         Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large("more")),
-        Ok(Err(error)) => Err(ApiError::new(ErrorCode::InvalidArgument, format!("the body could not be read: {error}"))),
+        Ok(Err(error)) => Err(ApiError::new(
+            ErrorCode::InvalidArgument,
+            format!("the body could not be read: {error}"),
+        )),
         Err(_) => Err(ApiError::new(
             ErrorCode::InvalidArgument,
             format!("the body did not arrive within {} s", timeout.as_secs_f64()),
@@ -258,8 +306,15 @@ pub fn detokenize(model: &Model, ids: &[u32], skip_special: bool) -> Result<Stri
 }
 
 async fn models(State(plane): SharedPlane) -> Response {
-    let models: Vec<_> = plane.model_names.iter().filter_map(|name| describe(&plane, name)).collect();
-    json(StatusCode::OK, serde_json::json!({"object": "list", "data": models}).to_string())
+    let models: Vec<_> = plane
+        .model_names
+        .iter()
+        .filter_map(|name| describe(&plane, name))
+        .collect();
+    json(
+        StatusCode::OK,
+        serde_json::json!({"object": "list", "data": models}).to_string(),
+    )
 }
 
 async fn model(State(plane): SharedPlane, Path(name): Path<String>) -> Response {
@@ -289,7 +344,7 @@ async fn health(State(plane): SharedPlane) -> Response {
 
 async fn metrics(State(plane): SharedPlane) -> Response {
     plane.metrics.leases.set(plane.scheduler.leases() as i64);
-    plane.metrics.worker_links.set(plane.workers.len() as i64);
+    plane.metrics.worker_links.set(plane.workers.count() as i64);
     let mut response = Response::new(Body::from(plane.metrics.render()));
     let kind = HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
     response.headers_mut().insert(CONTENT_TYPE, kind);
@@ -323,7 +378,9 @@ fn with_request_id(mut response: Response, request_id: &str) -> Response {
 fn json(status: StatusCode, body: impl Into<Body>) -> Response {
     let mut response = Response::new(body.into());
     *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response
 }
 

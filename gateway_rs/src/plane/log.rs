@@ -34,7 +34,10 @@ fn write(number: u8, level: &str, message: &str) {
         return;
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let line = format!("{} {level} headrace.router: {message}\n", stamp(now.as_secs(), now.subsec_millis()));
+    let line = format!(
+        "{} {level} headrace.router: {message}\n",
+        stamp(now.as_secs(), now.subsec_millis())
+    );
     // Nothing can be done about a closed stderr.
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
@@ -49,7 +52,11 @@ fn stamp(seconds: u64, millis: u32) -> String {
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let shifted_month = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let month = if shifted_month < 10 {
+        shifted_month + 3
+    } else {
+        shifted_month - 9
+    };
     let year = year_of_era + era * 400 + i64::from(month <= 2);
     format!(
         "{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}.{millis:03}Z",

@@ -76,9 +76,9 @@ pub struct Metrics {
     pub duration_s: Family<ModelLabel, Histogram>,
 }
 
-impl Metrics {
+impl Default for Metrics {
     /// Every metric registered, nothing counted.
-    pub fn new() -> Self {
+    fn default() -> Self {
         let mut registry = Registry::with_prefix("headrace_router");
         let metrics = Self {
             requests: Family::default(),
@@ -97,25 +97,63 @@ impl Metrics {
             registry: Registry::default(),
         };
         let Self {
-            requests, open_requests, connections, tokens, usage_mismatches, lookups, attempts, resumes, leases, worker_links,
-            ttft_s, tpot_s, duration_s, ..
+            requests,
+            open_requests,
+            connections,
+            tokens,
+            usage_mismatches,
+            lookups,
+            attempts,
+            resumes,
+            leases,
+            worker_links,
+            ttft_s,
+            tpot_s,
+            duration_s,
+            ..
         } = &metrics;
         registry.register("requests", "Requests ended, by outcome or refusal", requests.clone());
         registry.register("open_requests", "Requests in the router now", open_requests.clone());
         registry.register("connections", "Open HTTP connections", connections.clone());
-        registry.register("tokens", "Tokens of ended requests; wasted ones were produced but not delivered", tokens.clone());
-        registry.register("usage_mismatches", "Times a worker's count of tokens was not ours", usage_mismatches.clone());
+        registry.register(
+            "tokens",
+            "Tokens of ended requests; wasted ones were produced but not delivered",
+            tokens.clone(),
+        );
+        registry.register(
+            "usage_mismatches",
+            "Times a worker's count of tokens was not ours",
+            usage_mismatches.clone(),
+        );
         registry.register("lookups", "Response cache lookups", lookups.clone());
-        registry.register("attempts", "Requests handed to workers, retries included", attempts.clone());
+        registry.register(
+            "attempts",
+            "Requests handed to workers, retries included",
+            attempts.clone(),
+        );
         registry.register("resumes", "Answers that went on at another worker", resumes.clone());
         registry.register("leases", "Leases held now", leases.clone());
         registry.register("worker_links", "Open streams to workers", worker_links.clone());
-        registry.register("time_to_first_token_seconds", "From the request to its first token", ttft_s.clone());
-        registry.register("time_per_output_token_seconds", "Mean time between an answer's tokens", tpot_s.clone());
-        registry.register("request_duration_seconds", "From the request to its end", duration_s.clone());
+        registry.register(
+            "time_to_first_token_seconds",
+            "From the request to its first token",
+            ttft_s.clone(),
+        );
+        registry.register(
+            "time_per_output_token_seconds",
+            "Mean time between an answer's tokens",
+            tpot_s.clone(),
+        );
+        registry.register(
+            "request_duration_seconds",
+            "From the request to its end",
+            duration_s.clone(),
+        );
         Self { registry, ..metrics }
     }
+}
 
+impl Metrics {
     /// The text that Prometheus scrapes.
     pub fn render(&self) -> String {
         let mut text = String::new();

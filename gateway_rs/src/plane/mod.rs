@@ -79,16 +79,21 @@ impl Plane {
         let telemetry = &config.telemetry;
         let tracing = Tracing::start(&telemetry.otlp_endpoint, telemetry.sample_ratio, telemetry.log_content)?;
         let model_names: Vec<String> = models.iter().map(|model| model.name.clone()).collect();
-        let models: HashMap<_, _> = models.into_iter().map(|model| (model.name.clone(), Arc::new(model))).collect();
-        let tokenizers: HashMap<String, String> =
-            models.values().map(|model| (model.name.clone(), model.tokenizer.hash().to_owned())).collect();
+        let models: HashMap<_, _> = models
+            .into_iter()
+            .map(|model| (model.name.clone(), Arc::new(model)))
+            .collect();
+        let tokenizers: HashMap<String, String> = models
+            .values()
+            .map(|model| (model.name.clone(), model.tokenizer.hash().to_owned()))
+            .collect();
         let accept = Box::new(move |description: &ModelDescription| same_tokenizer(&tokenizers, description));
         let router_id = config.router_id.clone();
         Ok(Arc::new(Self {
             scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone()),
             cache: (!config.cache.is_empty()).then(|| Cache::start(config.cache.clone())),
             workers: Arc::new(Workers::new(router_id, config.max_unread_tokens, accept)),
-            metrics: Metrics::new(),
+            metrics: Metrics::default(),
             tracing,
             draining: AtomicBool::new(false),
             stopping: CancellationToken::new(),
@@ -107,14 +112,21 @@ impl Plane {
 
     /// The pool that serves a model, as the scheduler last described it.
     pub fn pool(&self, model: &str) -> Option<Pool> {
-        self.scheduler.fleet().pools.iter().find(|pool| pool.name == model).cloned()
+        self.scheduler
+            .fleet()
+            .pools
+            .iter()
+            .find(|pool| pool.name == model)
+            .cloned()
     }
 
     /// Prompt and answer together: what the model was made for, or less where its workers hold less.
     pub fn context_tokens(&self, model: &Model) -> u32 {
         let fleet = self.scheduler.fleet();
         let pool = fleet.pools.iter().find(|pool| pool.name == model.name);
-        let limit = pool.and_then(|pool| pool.description.as_ref()).map_or(0, |description| description.context_tokens);
+        let limit = pool
+            .and_then(|pool| pool.description.as_ref())
+            .map_or(0, |description| description.context_tokens);
         match limit {
             0 => model.context_tokens,
             limit => limit.min(model.context_tokens),
@@ -134,7 +146,12 @@ impl Plane {
     pub fn is_ready(&self) -> bool {
         !self.draining.load(Ordering::Relaxed)
             && self.scheduler.is_connected()
-            && self.scheduler.fleet().pools.iter().any(|pool| pool.ready_workers > 0 && self.models.contains_key(&pool.name))
+            && self
+                .scheduler
+                .fleet()
+                .pools
+                .iter()
+                .any(|pool| pool.ready_workers > 0 && self.models.contains_key(&pool.name))
     }
 
     /// Returns a moment after the grace is over: those who were told of it have had time to read it.

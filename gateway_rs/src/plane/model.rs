@@ -51,10 +51,15 @@ impl Model {
     pub fn load(config: &ModelFolder) -> Result<Self, String> {
         let read = |name: &str| -> Result<String, String> {
             let path = config.folder.join(name);
-            std::fs::read_to_string(&path).map_err(|error| format!("model {}: {}: {error}", config.name, path.display()))
+            std::fs::read_to_string(&path)
+                .map_err(|error| format!("model {}: {}: {error}", config.name, path.display()))
         };
         let failed = |name: &str, error: &dyn std::fmt::Display| {
-            format!("model {}: {}: {error}", config.name, Path::new(&config.folder).join(name).display())
+            format!(
+                "model {}: {}: {error}",
+                config.name,
+                Path::new(&config.folder).join(name).display()
+            )
         };
         let description: Description =
             serde_json::from_str(&read("model.json")?).map_err(|error| failed("model.json", &error))?;
@@ -73,33 +78,44 @@ impl Model {
         Ok(Self {
             name: config.name.clone(),
             template,
-            template_sha256: source.map(|source| hex(&Sha256::digest(source.as_bytes()))).unwrap_or_default(),
+            template_sha256: source
+                .map(|source| hex(&Sha256::digest(source.as_bytes())))
+                .unwrap_or_default(),
             context_tokens: description.context_tokens,
             vocab_size: description.vocab_size,
             eos_ids: description.eos_ids,
-            bos_id: description.add_bos.then(|| tokenizer.token_to_id(&description.bos_token)).flatten(),
+            bos_id: description
+                .add_bos
+                .then(|| tokenizer.token_to_id(&description.bos_token))
+                .flatten(),
             tokenizer: Arc::new(tokenizer),
         })
     }
 
     /// The ids of a request's prompt. Errors: what the template refuses, and a prompt that cannot fit.
     pub fn encode(&self, request: &Request, prompt: &Prompt, context_tokens: u32) -> Result<Vec<u32>, ApiError> {
-        let param = if request.door == Door::Native { "chat.messages" } else { "messages" };
-        self.encode_at_most(prompt, context_tokens, param).map_err(|error| match error {
-            Refused::TooLong(at_least) => request.prompt_too_long(at_least, context_tokens),
-            Refused::Other(error) => error,
-        })
+        let param = if request.door == Door::Native {
+            "chat.messages"
+        } else {
+            "messages"
+        };
+        self.encode_at_most(prompt, context_tokens, param)
+            .map_err(|error| match error {
+                Refused::TooLong(at_least) => request.prompt_too_long(at_least, context_tokens),
+                Refused::Other(error) => error,
+            })
     }
 
     /// The ids of a prompt, at most so many of them.
     pub fn encode_prompt(&self, prompt: &Prompt, max_tokens: u32, param: &str) -> Result<Vec<u32>, ApiError> {
-        self.encode_at_most(prompt, max_tokens, param).map_err(|error| match error {
-            Refused::TooLong(at_least) => ApiError::new(
-                ErrorCode::ContextLengthExceeded,
-                format!("the text has at least {at_least} tokens, the limit is {max_tokens}"),
-            ),
-            Refused::Other(error) => error,
-        })
+        self.encode_at_most(prompt, max_tokens, param)
+            .map_err(|error| match error {
+                Refused::TooLong(at_least) => ApiError::new(
+                    ErrorCode::ContextLengthExceeded,
+                    format!("the text has at least {at_least} tokens, the limit is {max_tokens}"),
+                ),
+                Refused::Other(error) => error,
+            })
     }
 
     fn encode_at_most(&self, prompt: &Prompt, max_tokens: u32, param: &str) -> Result<Vec<u32>, Refused> {
@@ -122,7 +138,10 @@ impl Model {
     /// A conversation as the model's own template writes it; `param` is what the client calls its messages.
     fn render(&self, chat: &ChatPrompt, context_tokens: u32, param: &str) -> Result<String, ApiError> {
         let Some(template) = &self.template else {
-            let message = format!("model '{}' has no chat template; give a prompt of text or ids", self.name);
+            let message = format!(
+                "model '{}' has no chat template; give a prompt of text or ids",
+                self.name
+            );
             return Err(ApiError::invalid(param, message));
         };
         let options = RenderOptions {
@@ -145,9 +164,10 @@ impl From<EncodeError> for Refused {
     fn from(error: EncodeError) -> Self {
         match error {
             EncodeError::TooLong { at_least, .. } => Self::TooLong(at_least),
-            EncodeError::Failed(reason) => {
-                Self::Other(ApiError::new(ErrorCode::Internal, format!("the tokenizer failed: {reason}")))
-            }
+            EncodeError::Failed(reason) => Self::Other(ApiError::new(
+                ErrorCode::Internal,
+                format!("the tokenizer failed: {reason}"),
+            )),
         }
     }
 }
@@ -155,8 +175,10 @@ impl From<EncodeError> for Refused {
 /// Lower-case hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     use std::fmt::Write as _;
-    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    bytes
+        .iter()
+        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
 }

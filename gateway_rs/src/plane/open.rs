@@ -75,8 +75,11 @@ impl OpenRequest {
         };
         let limit = plane.config.max_open_requests;
         if open >= limit {
-            let error = ApiError::new(ErrorCode::Overloaded, format!("{open} requests are open, the limit is {limit}"))
-                .with_retry_after(Duration::from_secs(1));
+            let error = ApiError::new(
+                ErrorCode::Overloaded,
+                format!("{open} requests are open, the limit is {limit}"),
+            )
+            .with_retry_after(Duration::from_secs(1));
             request.fail(&error);
             return Err(error);
         }
@@ -104,7 +107,11 @@ impl OpenRequest {
         self.plane.open.fetch_sub(1, Ordering::Relaxed);
         let metrics = &self.plane.metrics;
         metrics.open_requests.dec();
-        let labels = RequestLabels { door: self.door, model: self.model.clone(), outcome };
+        let labels = RequestLabels {
+            door: self.door,
+            model: self.model.clone(),
+            outcome,
+        };
         metrics.requests.get_or_create(&labels).inc();
         let books = &self.books;
         for (kind, count) in [
@@ -113,10 +120,15 @@ impl OpenRequest {
             ("completion", books.completion_tokens),
             ("wasted", books.wasted_tokens),
         ] {
-            let labels = TokenLabels { model: self.model.clone(), kind };
+            let labels = TokenLabels {
+                model: self.model.clone(),
+                kind,
+            };
             metrics.tokens.get_or_create(&labels).inc_by(u64::from(count));
         }
-        let label = ModelLabel { model: self.model.clone() };
+        let label = ModelLabel {
+            model: self.model.clone(),
+        };
         let duration_s = self.arrived.elapsed().as_secs_f64();
         metrics.duration_s.get_or_create(&label).observe(duration_s);
         if let Some(first) = books.first {
@@ -129,9 +141,14 @@ impl OpenRequest {
             }
         }
         self.span.set("headrace.outcome", outcome);
-        self.span.set("gen_ai.usage.input_tokens", i64::from(books.prompt_tokens));
-        self.span.set("gen_ai.usage.output_tokens", i64::from(books.completion_tokens));
-        self.span.set("headrace.usage.cached_input_tokens", i64::from(books.cached_prompt_tokens));
+        self.span
+            .set("gen_ai.usage.input_tokens", i64::from(books.prompt_tokens));
+        self.span
+            .set("gen_ai.usage.output_tokens", i64::from(books.completion_tokens));
+        self.span.set(
+            "headrace.usage.cached_input_tokens",
+            i64::from(books.cached_prompt_tokens),
+        );
         self.span.set("headrace.cached_answer", books.cached_answer);
     }
 }

@@ -60,8 +60,10 @@ impl Server {
             .build()
             .map_err(|error| format!("cannot start threads: {error}"))?;
         let inside = runtime.enter();
-        let http = listen(&config.http_address).map_err(|error| cannot_listen("router.http_address", &config.http_address, &error))?;
-        let grpc = listen(&config.grpc_address).map_err(|error| cannot_listen("router.grpc_address", &config.grpc_address, &error))?;
+        let http = listen(&config.http_address)
+            .map_err(|error| cannot_listen("router.http_address", &config.http_address, &error))?;
+        let grpc = listen(&config.grpc_address)
+            .map_err(|error| cannot_listen("router.grpc_address", &config.grpc_address, &error))?;
         let address = |listener: &TcpListener| listener.local_addr().map_err(|error| error.to_string());
         let (http_address, grpc_address) = (address(&http)?, address(&grpc)?);
         let plane = Plane::start(config, models)?;
@@ -71,7 +73,14 @@ impl Server {
             tokio::spawn(grpc::serve(plane.clone(), grpc, closing.clone())),
         ];
         drop(inside);
-        Ok(Self { runtime, plane, closing, servers, http_address, grpc_address })
+        Ok(Self {
+            runtime,
+            plane,
+            closing,
+            servers,
+            http_address,
+            grpc_address,
+        })
     }
 
     /// Leaves politely: not ready, then no new connections, then open streams end within the grace, then the rest is told.
@@ -153,7 +162,9 @@ async fn serve_http(plane: Arc<Plane>, listener: TcpListener, closing: Cancellat
             },
         };
         let service = TowerToHyperService::new(routes.clone());
-        let connection = builder.serve_connection(TokioIo::new(prompt(stream)), service).into_owned();
+        let connection = builder
+            .serve_connection(TokioIo::new(prompt(stream)), service)
+            .into_owned();
         let connection = graceful.watch(connection);
         let plane = plane.clone();
         tokio::spawn(async move {

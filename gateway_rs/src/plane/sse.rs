@@ -18,8 +18,8 @@ use super::{
 };
 use crate::{
     openai::write::{
-        answer_body, push_error_event, Alternative, AnswerKind, Choice, ChunkWriter, FinishReason, TextOffset, TokenLogprob,
-        Usage, DONE,
+        answer_body, push_error_event, Alternative, AnswerKind, Choice, ChunkWriter, FinishReason, TextOffset,
+        TokenLogprob, Usage, DONE,
     },
     proto::Outcome,
 };
@@ -42,7 +42,13 @@ impl Events {
     /// Events of an answer of so many choices.
     pub fn new(kind: AnswerKind, model: Arc<Model>, choices: usize, include_usage: bool) -> Self {
         Self {
-            writer: ChunkWriter::new(kind, &answer_id(kind), super::unix_s() as i64, &model.name, include_usage),
+            writer: ChunkWriter::new(
+                kind,
+                &answer_id(kind),
+                super::unix_s() as i64,
+                &model.name,
+                include_usage,
+            ),
             model,
             choices: vec![Opened::default(); choices],
             out: Vec::new(),
@@ -67,7 +73,8 @@ impl Events {
         let tokens = logprobs(&self.model, entries);
         match self.choices.get_mut(choice as usize) {
             Some(opened) if !tokens.is_empty() => {
-                self.writer.text_with_logprobs(&mut self.out, choice, text, &tokens, &mut opened.offset);
+                self.writer
+                    .text_with_logprobs(&mut self.out, choice, text, &tokens, &mut opened.offset);
             }
             _ => self.writer.text(&mut self.out, choice, text),
         }
@@ -104,7 +111,10 @@ pub struct SseBody {
 impl SseBody {
     /// The rest of an answer whose first step was taken.
     pub fn new(generation: Generation, events: Events, first: Step) -> Self {
-        let mut body = Self { generation: Some(generation), events };
+        let mut body = Self {
+            generation: Some(generation),
+            events,
+        };
         body.take(first);
         body
     }
@@ -129,7 +139,10 @@ impl http_body::Body for SseBody {
     type Data = Bytes;
     type Error = Infallible;
 
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let this = &mut *self;
         loop {
             if !this.events.is_empty() {
@@ -164,13 +177,18 @@ struct Whole {
 impl Collected {
     /// Of so many choices.
     pub fn new(choices: usize) -> Self {
-        Self { choices: vec![Whole::default(); choices] }
+        Self {
+            choices: vec![Whole::default(); choices],
+        }
     }
 
     /// The body of the whole answer.
     pub fn body(&self, kind: AnswerKind, model: &Model, books: &Books) -> Vec<u8> {
-        let texts: Vec<String> =
-            self.choices.iter().map(|whole| text_of(model, &whole.prompt) + &whole.text).collect();
+        let texts: Vec<String> = self
+            .choices
+            .iter()
+            .map(|whole| text_of(model, &whole.prompt) + &whole.text)
+            .collect();
         let choice = |(whole, text): (&Whole, _)| {
             let mut tokens = logprobs(model, &whole.prompt);
             tokens.extend(logprobs(model, &whole.entries));
@@ -180,8 +198,20 @@ impl Collected {
                 finish_reason: whole.finish.unwrap_or(FinishReason::Stop),
             }
         };
-        let choices: Vec<_> = self.choices.iter().zip(texts.iter().map(String::as_str)).map(choice).collect();
-        answer_body(kind, &answer_id(kind), super::unix_s() as i64, &model.name, &choices, &usage(books))
+        let choices: Vec<_> = self
+            .choices
+            .iter()
+            .zip(texts.iter().map(String::as_str))
+            .map(choice)
+            .collect();
+        answer_body(
+            kind,
+            &answer_id(kind),
+            super::unix_s() as i64,
+            &model.name,
+            &choices,
+            &usage(books),
+        )
     }
 }
 
@@ -244,8 +274,20 @@ fn logprobs<'a>(model: &'a Model, entries: &[Entry]) -> Vec<TokenLogprob<'a>> {
     }
     let one = |entry: &Entry| TokenLogprob {
         bytes: bytes(entry.id),
-        logprob: entry.logprobs.as_ref().and_then(|logprobs| logprobs.drawn.as_ref()).map(|drawn| drawn.logprob),
-        top: entry.logprobs.iter().flat_map(|logprobs| &logprobs.top).map(|top| Alternative { bytes: bytes(top.id), logprob: top.logprob }).collect(),
+        logprob: entry
+            .logprobs
+            .as_ref()
+            .and_then(|logprobs| logprobs.drawn.as_ref())
+            .map(|drawn| drawn.logprob),
+        top: entry
+            .logprobs
+            .iter()
+            .flat_map(|logprobs| &logprobs.top)
+            .map(|top| Alternative {
+                bytes: bytes(top.id),
+                logprob: top.logprob,
+            })
+            .collect(),
     };
     entries.iter().map(one).collect()
 }

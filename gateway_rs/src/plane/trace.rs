@@ -7,8 +7,8 @@ use std::{borrow::Cow, time::SystemTime};
 
 use opentelemetry::{
     trace::{
-        Span as _, SpanBuilder, SpanContext, SpanId, SpanKind, Status, TraceContextExt, TraceFlags, TraceId, TraceState,
-        Tracer, TracerProvider,
+        Span as _, SpanBuilder, SpanContext, SpanId, SpanKind, Status, TraceContextExt, TraceFlags, TraceId,
+        TraceState, Tracer, TracerProvider,
     },
     Context, KeyValue, Value,
 };
@@ -58,7 +58,8 @@ impl Tracing {
         match &self.tracer {
             None => Span::Passing(parse(traceparent).map(|_| traceparent.to_owned()).unwrap_or_default()),
             Some(tracer) => {
-                let parent = parse(traceparent).map_or_else(Context::new, |context| Context::new().with_remote_span_context(context));
+                let parent = parse(traceparent)
+                    .map_or_else(Context::new, |context| Context::new().with_remote_span_context(context));
                 Span::start(tracer, name, SpanKind::Server, &parent)
             }
         }
@@ -106,7 +107,12 @@ impl Span {
             Self::Passing(traceparent) => traceparent.clone(),
             Self::Recording(parts) => {
                 let context = parts.1.span_context();
-                format!("00-{}-{}-{:02x}", context.trace_id(), context.span_id(), context.trace_flags().to_u8())
+                format!(
+                    "00-{}-{}-{:02x}",
+                    context.trace_id(),
+                    context.span_id(),
+                    context.trace_flags().to_u8()
+                )
             }
         }
     }
@@ -142,7 +148,8 @@ impl Span {
 fn parse(traceparent: &str) -> Option<SpanContext> {
     let mut parts = traceparent.split('-');
     let (version, trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
-    let lower_hex = |text: &str, len| text.len() == len && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
+    let lower_hex =
+        |text: &str, len| text.len() == len && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
     if !lower_hex(version, 2) || version == "ff" || (version == "00" && parts.next().is_some()) {
         return None;
     }
@@ -167,9 +174,15 @@ mod tests {
     fn only_a_traceparent_is_taken_for_one() {
         let good = "00-11111111111111111111111111111111-2222222222222222-01";
         assert!(parse(good).is_some());
-        for bad in ["", "00", "00-1-2-01", "ff-11111111111111111111111111111111-2222222222222222-01",
-            "00-00000000000000000000000000000000-2222222222222222-01", "00-1111111111111111111111111111111G-2222222222222222-01",
-            "00-11111111111111111111111111111111-2222222222222222-01-x"] {
+        for bad in [
+            "",
+            "00",
+            "00-1-2-01",
+            "ff-11111111111111111111111111111111-2222222222222222-01",
+            "00-00000000000000000000000000000000-2222222222222222-01",
+            "00-1111111111111111111111111111111G-2222222222222222-01",
+            "00-11111111111111111111111111111111-2222222222222222-01-x",
+        ] {
             assert!(parse(bad).is_none(), "{bad}");
         }
     }

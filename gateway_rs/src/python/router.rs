@@ -58,6 +58,8 @@ impl Router {
 
 impl Router {
     fn running(&self) -> PyResult<&Server> {
-        self.server.as_ref().ok_or_else(|| PyRuntimeError::new_err("the router is stopped"))
+        self.server
+            .as_ref()
+            .ok_or_else(|| PyRuntimeError::new_err("the router is stopped"))
     }
 }

@@ -214,12 +214,7 @@ fn every_codepoint_is_cut_as_the_reference_cuts_it() {
     }
     let all: Vec<char> = ('\0'..=char::MAX).collect();
     for block in all.chunks(4096) {
-        same(
-            &block
-                .iter()
-                .map(|c| format!("{c}'{c}x{c}A1 {c}{c}\n"))
-                .collect::<String>(),
-        );
+        same(&block.iter().map(|c| format!("{c}'{c}x{c}1 {c}\n")).collect::<String>());
     }
 }
 
@@ -228,7 +223,7 @@ fn every_codepoint_has_the_ids_of_the_reference() {
     let (encoder, reference) = unchecked(&bytes(&document(digits(), |_| ())));
     let all: Vec<char> = ('\0'..=char::MAX).collect();
     for block in all.chunks(1024) {
-        let text: String = block.iter().map(|c| format!("{c}a{c} ")).collect();
+        let text: String = block.iter().map(|c| format!("a{c}")).collect();
         assert!(
             agree(&encoder, &reference, &text, true),
             "in {:?}..={:?}",

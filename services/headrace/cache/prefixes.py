@@ -5,13 +5,13 @@ hint for placement and never the ground for an answer. Events carry sequence num
 gap means that we no longer know what that worker holds, and then a snapshot is asked for and everything before it is
 disregarded.
 
-A worker whose stream breaks is not found any more at once. What it held is kept for a little while, so that the same
+A worker whose stream ends is not found any more at once. What it held is kept for a little while, so that the same
 instance can go on from its last event; a new instance at that worker's name ends the old one.
 
 Bounded by *holdings* (a block held by a worker counts one), least recently touched first. Chains are touched from their
 ends to their beginnings, so that what goes first is a leaf and never the root that a chain hangs on.
 
-Narrow on purpose (``hello``, ``apply``, ``snapshot``, ``detach``, ``drop``, ``find``): the inside may be replaced.
+Narrow on purpose (``hello``, ``apply``, ``snapshot``, ``detach``, ``expire``, ``find``): the inside may be replaced.
 """
 
 from __future__ import annotations
@@ -168,16 +168,10 @@ class Prefixes:
         instance.next_sequence = next_sequence
 
     def detach(self, now_s: float, link: int) -> None:
-        """A worker's stream broke; it may come back."""
+        """A worker's stream ended; it may come back. (A break and a goodbye can't be told apart for certain.)"""
         instance = self._links.pop(link, None)
         if instance is not None:
             instance.expires_s = now_s + DETACHED_S
-
-    def drop(self, link: int) -> None:
-        """A worker said goodbye."""
-        instance = self._links.get(link)
-        if instance is not None:
-            self._forget(instance)
 
     def expire(self, now_s: float) -> None:
         """Forget those that did not come back in time."""

@@ -158,8 +158,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             await exchange(
                 request_iterator, context, receive=receive, outbox=stream.outbox, encode=lambda items: items[0]
             )
-            # It closed its half: it goes for good. A break raises instead, and then it may come back.
-            self.blocks.drop(stream.link)
         finally:
             del self._workers[stream.link]
             self.blocks.detach(self._now(), stream.link)

@@ -128,8 +128,8 @@ class Core:
         self.fleet = Fleet(policy.queue_factor)
         self.queue = Queue()
         self.routers: dict[str, Router] = {}
-        #: Things that should not happen, by a closed list of names: release_unknown, release_foreign, lease_collision.
-        self.oddities: Counter[str] = Counter()
+        #: Things that should not happen, by a closed list of names.
+        self.oddities = Counter(dict.fromkeys(("release_unknown", "release_foreign", "lease_collision"), 0))
         self._rng = rng
         self._now_s = now_s
         self._next_lease = first_lease

@@ -81,6 +81,12 @@ class SchedulerMetrics(Collector):
             buckets=metrics.WAIT_BUCKETS_S,
             registry=registry,
         )
+        # All series from the start: a counter that appears with its first event has no rate for it.
+        for name in _RANK_NAMES:
+            self.placements.labels(name)
+            self.queue_wait.labels(name)
+        for code in _CODE_NAMES.values():
+            self.rejections.labels(code)
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:

@@ -55,6 +55,9 @@ def to_gbnf(guided: Guided) -> str:
         gbnf: str = makers[guided.kind](guided.text)
     except RecursionError as error:
         raise GrammarError(f"{guided.kind} is nested too deeply") from error
+    if not gbnf.strip():
+        # llama.cpp takes the empty text for "no grammar at all".
+        raise GrammarError(f"{guided.kind} is empty")
     if len(gbnf.encode()) > MAX_GBNF_BYTES:
         raise GrammarError(f"{guided.kind} makes a grammar of over {MAX_GBNF_BYTES} bytes")
     return gbnf

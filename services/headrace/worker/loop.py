@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _LOAD_EVERY_S = 0.05
 #: A step that gives up less than this is not worth breaking off.
 _INTERRUPT_FROM_TOKENS = 64
+_PAUSE_S = 0.005
 #: Steps that may fail one after another before the engine counts as broken.
 _MAX_FAILURES = 3
 
@@ -249,6 +250,9 @@ class BatchLoop:
         """One iteration; False when the backend could not compute it."""
         step = composer.plan(now)
         cost, good = None, True
+        if step.empty and not composer.idle:
+            # Nothing runs and nothing fits: the accounts rule it out, but if it were so, it must not burn a CPU.
+            self._wake.wait(_PAUSE_S)
         if not step.empty or step.operations:
             self._step_began_s = now
             try:

@@ -222,9 +222,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Takes nothing new and returns when all that runs has ended."""
         if self.state in (STARTING, READY):
             self._set_state(DRAINING)
-        await self._idle.wait()
-        # The last frames are on their way when the outboxes are empty.
-        self._end_streams("the worker is leaving")
+        try:
+            await self._idle.wait()
+        finally:
+            # Also when the grace is over: what still runs is cut with a status that says so. Frames go out first.
+            self._end_streams("the worker is leaving")
 
     async def stop(self) -> None:
         """Ends the engine, and with it whatever still runs."""

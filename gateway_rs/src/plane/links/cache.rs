@@ -52,7 +52,7 @@ impl Cache {
     pub fn start(address: String) -> Arc<Self> {
         let cache = Arc::new(Self {
             address,
-            outbox: Arc::new(Outbox::new()),
+            outbox: Arc::new(Outbox::default()),
             next_ask: AtomicU64::new(1),
             asks: Mutex::new(None),
         });
@@ -72,7 +72,8 @@ impl Cache {
             traceparent,
             ..TraceContext::default()
         });
-        self.outbox.add(128, |message| message.asks.push(Ask { ask, key, trace }));
+        self.outbox
+            .add(128, |message| message.asks.push(Ask { ask, key, trace }));
         let mut withdrawal = Withdrawal {
             cache: self,
             ask,
@@ -84,7 +85,7 @@ impl Cache {
     }
 
     async fn keep(self: Arc<Self>) {
-        let mut backoff = Backoff::new();
+        let mut backoff = Backoff::default();
         loop {
             if let Err(reason) = self.read(&mut backoff).await {
                 crate::plane::log::warn(&format!("cache {}: {reason}", self.address));
@@ -103,7 +104,11 @@ impl Cache {
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         // An empty first message opens the stream on the server's side.
         let outgoing = self.outbox.open(|_| vec![LookupRequest::default()]);
-        let mut responses = client.lookup(outgoing).await.map_err(|status| status.to_string())?.into_inner();
+        let mut responses = client
+            .lookup(outgoing)
+            .await
+            .map_err(|status| status.to_string())?
+            .into_inner();
         self.asks.lock().get_or_insert_with(HashMap::new);
         backoff.reset();
         while let Some(response) = responses.message().await.map_err(|status| status.to_string())? {

@@ -37,9 +37,8 @@ struct Gathered<M> {
     connection: u64,
 }
 
-impl<M: Default> Outbox<M> {
-    /// An empty outbox.
-    pub fn new() -> Self {
+impl<M> Default for Outbox<M> {
+    fn default() -> Self {
         Self(Mutex::new(Gathered {
             messages: std::collections::VecDeque::new(),
             last_bytes: 0,
@@ -47,7 +46,9 @@ impl<M: Default> Outbox<M> {
             connection: 0,
         }))
     }
+}
 
+impl<M: Default> Outbox<M> {
     /// Adds to the message that is sent next. `bytes` is the rough size of what is added.
     pub fn add(&self, bytes: usize, write: impl FnOnce(&mut M)) {
         let waker = {
@@ -126,14 +127,15 @@ pub fn channel(address: &str) -> Result<Channel, tonic::transport::Error> {
 /// Waits between attempts to connect: doubling, with jitter so that a fleet does not come back in step.
 pub struct Backoff(Duration);
 
+impl Default for Backoff {
+    fn default() -> Self {
+        Self(Self::FIRST)
+    }
+}
+
 impl Backoff {
     const FIRST: Duration = Duration::from_millis(20);
     const LAST: Duration = Duration::from_secs(2);
-
-    /// Ready for a first failure.
-    pub fn new() -> Self {
-        Self(Self::FIRST)
-    }
 
     /// The connection works: the next failure starts anew.
     pub fn reset(&mut self) {

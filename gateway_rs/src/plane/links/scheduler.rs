@@ -19,8 +19,9 @@ use super::{channel, worker::Books, Backoff, Outbox, MAX_MESSAGE_BYTES};
 use crate::{
     error::{ApiError, ErrorCode},
     proto::{
-        place_request::Ask, placement::Answer, router_hello::RunningLease, scheduler_service_client::SchedulerServiceClient,
-        FleetView, Grant, Outcome, PlaceRequest, PlaceResponse, Release, RouterHello,
+        place_request::Ask, placement::Answer, router_hello::RunningLease,
+        scheduler_service_client::SchedulerServiceClient, FleetView, Grant, Outcome, PlaceRequest, PlaceResponse,
+        Release, RouterHello,
     },
 };
 
@@ -66,7 +67,7 @@ impl Scheduler {
         let scheduler = Arc::new(Self {
             router_id,
             address,
-            outbox: Arc::new(Outbox::new()),
+            outbox: Arc::new(Outbox::default()),
             next_ask: AtomicU64::new(1),
             state: Mutex::new(State {
                 away_since: Some(Instant::now()),
@@ -126,7 +127,7 @@ impl Scheduler {
     }
 
     async fn keep(self: Arc<Self>) {
-        let mut backoff = Backoff::new();
+        let mut backoff = Backoff::default();
         loop {
             if let Err(reason) = self.read(&mut backoff).await {
                 log(&format!("scheduler {}: {reason}", self.address));
@@ -153,7 +154,11 @@ impl Scheduler {
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
         let outgoing = self.outbox.open(|gathered| self.announce(gathered));
-        let mut responses = client.place(outgoing).await.map_err(|status| status.to_string())?.into_inner();
+        let mut responses = client
+            .place(outgoing)
+            .await
+            .map_err(|status| status.to_string())?
+            .into_inner();
         while let Some(response) = responses.message().await.map_err(|status| status.to_string())? {
             if !self.connected.swap(true, Ordering::Relaxed) {
                 self.state.lock().away_since = None;
@@ -246,7 +251,9 @@ struct Withdrawal<'a> {
 impl Drop for Withdrawal<'_> {
     fn drop(&mut self) {
         if !self.answered && self.scheduler.state.lock().asks.remove(&self.ask).is_some() {
-            self.scheduler.outbox.add(8, |message| message.withdrawals.push(self.ask));
+            self.scheduler
+                .outbox
+                .add(8, |message| message.withdrawals.push(self.ask));
         }
     }
 }
@@ -293,7 +300,12 @@ fn away() -> ApiError {
 
 /// Time left until a deadline, in ms, for the wire.
 pub fn left_ms(deadline: Option<Instant>) -> Option<u32> {
-    deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()).as_millis().min(u128::from(u32::MAX)) as u32)
+    deadline.map(|deadline| {
+        deadline
+            .saturating_duration_since(Instant::now())
+            .as_millis()
+            .min(u128::from(u32::MAX)) as u32
+    })
 }
 
 fn log(line: &str) {

@@ -123,7 +123,7 @@ impl Workers {
             instance_id: instance_id.to_owned(),
             address: address.to_owned(),
             max_unread_tokens: self.max_unread_tokens,
-            outbox: Arc::new(Outbox::new()),
+            outbox: Arc::new(Outbox::default()),
             next_request: AtomicU64::new(1),
             state: Mutex::default(),
             started: Instant::now(),
@@ -135,7 +135,7 @@ impl Workers {
     }
 
     /// Open links, for metrics.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.links.lock().len()
     }
 
@@ -145,7 +145,10 @@ impl Workers {
             Err(reason) => reason,
         };
         let mut links = self.links.lock();
-        if links.get(&link.instance_id).is_some_and(|current| Arc::ptr_eq(current, &link)) {
+        if links
+            .get(&link.instance_id)
+            .is_some_and(|current| Arc::ptr_eq(current, &link))
+        {
             links.remove(&link.instance_id);
         }
         drop(links);
@@ -168,7 +171,11 @@ impl Workers {
             };
             std::iter::once(hello).chain(waiting).collect()
         });
-        let mut frames: Streaming<RunResponse> = client.run(outgoing).await.map_err(|status| describe(&status))?.into_inner();
+        let mut frames: Streaming<RunResponse> = client
+            .run(outgoing)
+            .await
+            .map_err(|status| describe(&status))?
+            .into_inner();
         let mut wakers = Vec::new();
         while let Some(frame) = frames.message().await.map_err(|status| describe(&status))? {
             if let Some(description) = frame.welcome.as_ref().and_then(|welcome| welcome.description.as_ref()) {
@@ -189,7 +196,10 @@ impl WorkerLink {
     /// Asks the worker to run it; `request` and `prompt_tokens` are filled in here. Never blocks.
     pub fn submit(self: &Arc<Self>, mut submit: Submit, lease: Option<Lease>) -> Run {
         let request = self.next_request.fetch_add(1, Ordering::Relaxed);
-        let choices = submit.sampling.as_ref().map_or(1, |sampling| sampling.seeds.len().max(1)) as u32;
+        let choices = submit
+            .sampling
+            .as_ref()
+            .map_or(1, |sampling| sampling.seeds.len().max(1)) as u32;
         let mailbox = Arc::new(Mailbox(Mutex::new(Mail {
             lease,
             choices_left: choices,
@@ -230,7 +240,8 @@ impl WorkerLink {
         let mut state = self.state.lock();
         if frame.iteration != state.iteration || !frame.deltas.is_empty() {
             state.iteration = frame.iteration;
-            self.progress_ms.store(self.started.elapsed().as_millis() as u64, Ordering::Relaxed);
+            self.progress_ms
+                .store(self.started.elapsed().as_millis() as u64, Ordering::Relaxed);
         }
         let now = Instant::now();
         for delta in frame.deltas {

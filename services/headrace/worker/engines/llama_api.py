@@ -103,9 +103,13 @@ class Grammar:
         """See ``TokenFilter``. The id must be allowed: llama.cpp ends the process otherwise."""
         self._library.llama_sampler_accept(self._sampler, token)
 
-    def first_ids(self) -> Ids:
+    def next_ids(self) -> Ids:
         """All ids that may come next."""
         return self.allowed(np.arange(self._vocabulary.size, dtype=np.intp))
+
+    def is_end(self, token: int) -> bool:
+        """After it nothing may come."""
+        return self._vocabulary.is_end(token)
 
     def close(self) -> None:
         """Frees it."""

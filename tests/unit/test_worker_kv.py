@@ -1,0 +1,184 @@
+"""The KV accounts alone, against a ledger that is counted anew from the lanes after each call.
+
+Texts are over two ids and blocks of two, so that nearly everything is shared with something.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.worker.engine import BlocksRemoved, BlocksStored
+from headrace.worker.kv import CopyLane, KvAccounts, Lane, Scope, TrimLane
+
+SIZE = 2
+
+
+def names(ids: list[int], lora: str, salt: bytes) -> list[int]:
+    return [hash((tuple(ids[: (n + 1) * SIZE]), lora, salt)) & (2**64 - 1) for n in range(len(ids) // SIZE)]
+
+
+class Ledger:
+    """What each lane's KV holds, by the operations alone; and what the events say is held."""
+
+    def __init__(self, kv: KvAccounts) -> None:
+        self.kv = kv
+        self.cells: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.running: dict[int, tuple[Lane, list[int], int]] = {}
+        self.held: set[int] = set()
+
+    def settle(self) -> None:
+        for operation in self.kv.take_operations():
+            if isinstance(operation, TrimLane):
+                lane = self.cells.setdefault(operation.lane, {})
+                for position in [p for p in lane if p >= operation.start and (operation.end < 0 or p < operation.end)]:
+                    del lane[position]
+            else:
+                assert isinstance(operation, CopyLane)
+                source, target = self.cells[operation.source], self.cells.setdefault(operation.target, {})
+                for position in range(operation.start, operation.end):
+                    assert position not in target
+                    target[position] = source[position]
+        for change in self.kv.take_changes():
+            if isinstance(change, BlocksStored):
+                assert change.parent == 0 or change.parent in self.held
+                assert not self.held & set(change.hashes)
+                self.held |= set(change.hashes)
+            else:
+                assert isinstance(change, BlocksRemoved)
+                assert set(change.hashes) <= self.held
+                self.held -= set(change.hashes)
+        self.check()
+
+    def check(self) -> None:
+        kv = self.kv
+        nodes: dict[int, set[int]] = {}
+        private = 0
+        for lane, ids, computed in self.running.values():
+            for node in lane.path:
+                nodes.setdefault(id(node), set()).add(lane.id)
+            private += lane.private_blocks
+            assert lane.private_blocks >= 0
+            text = self.cells.get(lane.id, {})
+            assert text == {p: tuple(ids[: p + 1]) for p in range(computed)}, "the lane's KV is not its text's"
+            flat = [token for node in lane.path for token in node.ids]
+            assert flat == ids[: len(flat)]
+        assert kv.used_blocks == len(nodes) + private
+        assert kv.used_blocks + kv.cached_blocks <= kv.total_blocks
+        # Every public block is announced, and nothing else.
+        public = {node.hash for lane, _, _ in self.running.values() if lane.scope.private is None for node in lane.path}
+        assert public <= self.held
+        assert len(self.held) >= kv.cached_blocks
+
+
+@settings(deadline=None, max_examples=300)
+@given(seed=st.integers(0, 2**32), blocks=st.integers(3, 14), lanes=st.integers(2, 6))
+def test_the_accounts_are_what_is_there(seed: int, blocks: int, lanes: int) -> None:
+    dice = random.Random(seed)
+    kv = KvAccounts(blocks, SIZE, lanes, hash_blocks=names)
+    ledger = Ledger(kv)
+    fresh = iter(range(10**6))
+
+    def text() -> list[int]:
+        return [dice.choice((0, 0, 0, 1)) for _ in range(dice.randint(1, blocks * SIZE))]
+
+    def admit() -> None:
+        if len(ledger.running) == lanes:
+            return
+        ids, private = text(), dice.random() < 0.1
+        scope = Scope(salt=dice.choice((b"", b"", b"s")), private=next(fresh) if private else None)
+        headroom = dice.randint(0, 2)
+        lane = kv.admit(ids, scope, reuse=not private, headroom=headroom)
+        if lane is None:
+            # Alone everything fits, whatever is held for reuse.
+            assert ledger.running or headroom + kv.blocks_for(len(ids)) > blocks
+            return
+        assert lane.id not in ledger.running
+        reused = len(lane.path) * SIZE
+        assert reused < len(ids)
+        ledger.running[lane.id] = (lane, ids, reused)
+
+    def some() -> tuple[Lane, list[int], int] | None:
+        return dice.choice(list(ledger.running.values())) if ledger.running else None
+
+    def compute() -> None:
+        if (found := some()) is None:
+            return
+        lane, ids, computed = found
+        if lane.scope.private is None:
+            computed = kv.advance(lane, ids, computed)
+        ledger.running[lane.id] = (lane, ids, computed)
+        ledger.settle()
+        end = dice.randint(computed, len(ids))
+        for position in range(computed, end):
+            ledger.cells.setdefault(lane.id, {})[position] = tuple(ids[: position + 1])
+        ledger.running[lane.id] = (lane, ids, end)
+        kv.commit(lane, ids, end)
+
+    def grow() -> None:
+        if (found := some()) is None:
+            return
+        lane, ids, computed = found
+        longer = [*ids, dice.choice((0, 1))]
+        if kv.grow(lane, len(longer)):
+            assert lane.blocks * SIZE >= len(longer)
+            # Grown ids are known to the accounts only when they are computed.
+            lane.hashes = []
+            ledger.running[lane.id] = (lane, longer, computed)
+        else:
+            assert kv.available_blocks == 0
+
+    def fork() -> None:
+        if (found := some()) is None or len(ledger.running) == lanes:
+            return
+        lane, ids, computed = found
+        if computed != len(ids) or (twin := kv.fork(lane)) is None:
+            return
+        kv.join(twin, lane, computed)
+        ledger.running[twin.id] = (twin, list(ids), computed)
+
+    def close() -> None:
+        if (found := some()) is None:
+            return
+        lane, ids, computed = found
+        del ledger.running[lane.id]
+        kv.close(lane, ids, computed, keep=dice.random() < 0.8)
+
+    calls: list[Callable[[], None]] = [admit, admit, compute, compute, compute, grow, fork, close]
+    for _ in range(60):
+        dice.choice(calls)()
+        ledger.settle()
+    while ledger.running:
+        close()
+        ledger.settle()
+    assert kv.used_blocks == 0
+    assert kv.cached_blocks == len(ledger.held)
+    kv.clear_cached()
+    ledger.settle()
+    assert kv.cached_blocks == 0
+    assert not ledger.held
+    assert not any(ledger.cells.values())
+
+
+def test_the_least_recently_used_goes_first_from_its_end() -> None:
+    kv = KvAccounts(6, SIZE, 8, hash_blocks=names)
+
+    def use(ids: list[int]) -> int:
+        lane = kv.admit(ids, Scope(), reuse=True, headroom=0)
+        assert lane is not None
+        reused = len(lane.path)
+        kv.commit(lane, ids, len(ids))
+        kv.close(lane, ids, len(ids), keep=True)
+        return reused
+
+    old, new = [1, 1, 1, 1, 1], [2, 2, 2, 2, 2]
+    assert [use(old), use(new), use(old)] == [0, 0, 2]
+    assert kv.cached_blocks == 4
+    # Four blocks are wanted and two are free: of the one used longest ago both go.
+    assert use([3] * 8) == 0
+    assert kv.cached_blocks == 6
+    assert use(old) == 2
+    assert use(new) == 0
