@@ -19,9 +19,9 @@ use minijinja::{Environment, Error, ErrorKind, Output, State};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use regex::Regex;
 
-/// Steps of the template engine for one rendering: some 300 for each of the 20,000 messages a body may hold, and a bound
+/// Steps of the template engine for one rendering: 250 for each of 20,000 messages, far over any context, and a bound
 /// on the time (well under a second) for a template that loops.
-const FUEL: u64 = 20_000_000;
+const FUEL: u64 = 5_000_000;
 const NAME: &str = "chat_template";
 
 /// A template that can't be used at all.

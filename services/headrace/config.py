@@ -152,7 +152,7 @@ class CacheConfig:
     )
     max_answer_bytes: int = setting(256 * 2**20, "memory for finished answers", minimum=0)
     ttl_s: float = setting(3600.0, "how long a finished answer may be given again", minimum=0.0)
-    max_blocks: int = setting(4_000_000, "KV blocks in the prefix index", minimum=0)
+    max_blocks: int = setting(1_000_000, "KV blocks in the prefix index", minimum=0)
     max_waiters: int = setting(
         4096, "requests that wait for one that is being generated; more generate their own", minimum=0
     )

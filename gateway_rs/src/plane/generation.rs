@@ -28,7 +28,7 @@ use super::{
     metrics::LookupLabels,
     model::Model,
     open::OpenRequest,
-    trace::Span,
+    trace::{Parent, Span},
     Plane,
 };
 use crate::{
@@ -414,18 +414,13 @@ impl Part {
             self.state = State::Opening(Box::pin(async move { Ok(Opened::Replay(echo)) }));
             return;
         }
-        let stages = Stages {
-            lookup: (self.epoch == 1 && self.is_cacheable()).then(|| open.stage("lookup", SpanKind::Client)),
-            place: open.stage("place", SpanKind::Client),
-            run: open.stage("run", SpanKind::Client),
-        };
         let attempt = Attempt {
             plane: self.plane.clone(),
             shared: self.shared.clone(),
             submit: self.submit(),
             ask: self.ask(),
-            key: stages.lookup.is_some().then(|| self.key()),
-            stages,
+            key: (self.epoch == 1 && self.is_cacheable()).then(|| self.key()),
+            parent: open.span.parent(),
         };
         self.state = State::Opening(Box::pin(attempt.open()));
     }
@@ -678,7 +673,7 @@ impl Part {
 
     fn stop_run(&mut self, reason: Outcome) {
         if let State::Running(run) = std::mem::replace(&mut self.state, State::Over) {
-            run.stop(reason);
+            run.stop(reason, self.answer.completion_tokens() - self.answer.resumed() as u32);
         }
         self.run_span = None;
     }
@@ -763,21 +758,16 @@ impl Part {
     }
 }
 
-/// The spans of one attempt.
-struct Stages {
-    lookup: Option<Span>,
-    place: Span,
-    run: Span,
-}
-
 /// One attempt, from the question to the run.
 struct Attempt {
     plane: Arc<Plane>,
     shared: Arc<Shared>,
     submit: Submit,
     ask: Ask,
+    /// When the answer may be looked up.
     key: Option<[u8; 32]>,
-    stages: Stages,
+    /// Of the stages' spans.
+    parent: Parent,
 }
 
 impl Attempt {
@@ -787,14 +777,14 @@ impl Attempt {
             Found::Lead(lead) => Some(lead),
             Found::Nothing => None,
         };
-        let mut span = self.stages.place;
+        let mut span = self.parent.child("place", SpanKind::Client);
         self.ask.trace = trace(&span);
         let placed = self.plane.scheduler.place(self.ask, self.shared.deadline).await;
         let (grant, lease) = placed.inspect_err(|error| span.fail(error.openai_code().to_owned()))?;
         span.set("headrace.worker", grant.worker_id.clone());
         span.set("headrace.queue_s", f64::from(grant.queue_s));
         drop(span);
-        let mut span = self.stages.run;
+        let mut span = self.parent.child("run", SpanKind::Client);
         span.set("headrace.worker", grant.worker_id);
         span.set("headrace.epoch", i64::from(self.submit.epoch));
         self.submit.lease = grant.lease;
@@ -805,10 +795,11 @@ impl Attempt {
         Ok(Opened::Run { run, span, lead })
     }
 
-    async fn look_up(&mut self) -> Found {
-        let (Some(key), Some(cache), Some(mut span)) = (self.key, &self.plane.cache, self.stages.lookup.take()) else {
+    async fn look_up(&self) -> Found {
+        let (Some(key), Some(cache)) = (self.key, &self.plane.cache) else {
             return Found::Nothing;
         };
+        let mut span = self.parent.child("lookup", SpanKind::Client);
         let found = cache.ask(key.to_vec().into(), span.traceparent()).await;
         let result = match &found {
             Found::Hit(_) => "hit",

@@ -11,8 +11,9 @@ use std::{
 use futures_core::Stream;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use tonic::{metadata::MetadataMap, transport::Server, Code, Request, Response, Status};
+use tonic::{body::Body, metadata::MetadataMap, transport::Server, Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt};
+use tower::util::MapResponseLayer;
 
 use super::{
     answer::{Entry, Finish, Sink},
@@ -25,7 +26,7 @@ use super::{
     Plane,
 };
 use crate::{
-    error::{ApiError, GrpcCode},
+    error::{ApiError, ErrorCode, GrpcCode},
     proto::{
         self,
         generate_request::Prompt as AskedPrompt,
@@ -42,12 +43,15 @@ use crate::{
 pub async fn serve(plane: Arc<Plane>, listener: TcpListener, closing: CancellationToken) {
     let (reporter, health) = tonic_health::server::health_reporter();
     let watched = tokio::spawn(report_health(plane.clone(), reporter));
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET);
-    let reflection = match reflection.build_v1() {
-        Ok(reflection) => reflection,
-        Err(error) => return log::warn(&format!("gRPC reflection cannot start: {error}")),
+    let described = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    // Many clients still speak the older version.
+    let (reflection, reflection_alpha) = match (described().build_v1(), described().build_v1alpha()) {
+        (Ok(reflection), Ok(alpha)) => (reflection, alpha),
+        (Err(error), _) | (_, Err(error)) => return log::warn(&format!("gRPC reflection cannot start: {error}")),
     };
     let limit = plane.config.max_body_bytes;
     let inference = InferenceServiceServer::new(Inference(plane.clone()))
@@ -56,8 +60,10 @@ pub async fn serve(plane: Arc<Plane>, listener: TcpListener, closing: Cancellati
     let server = Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(30)))
         .http2_keepalive_timeout(Some(Duration::from_secs(10)))
+        .layer(MapResponseLayer::new(move |response| name_too_large(response, limit)))
         .add_service(health)
         .add_service(reflection)
+        .add_service(reflection_alpha)
         .add_service(inference)
         .serve_with_incoming_shutdown(incoming(listener), closing.cancelled_owned());
     tokio::select! {
@@ -67,6 +73,17 @@ pub async fn serve(plane: Arc<Plane>, listener: TcpListener, closing: Cancellati
         () = plane.stopped() => {}
     }
     watched.abort();
+}
+
+/// tonic answers a message over the limit with OUT_OF_RANGE, which nothing of ours ever says.
+fn name_too_large(response: http::Response<Body>, limit: usize) -> http::Response<Body> {
+    match response.headers().get("grpc-status") {
+        Some(code) if code == "11" => {
+            let message = format!("the message is larger than the limit of {limit} bytes");
+            status(&ApiError::new(ErrorCode::TooLarge, message)).into_http()
+        }
+        _ => response,
+    }
 }
 
 /// Standard health follows readiness.

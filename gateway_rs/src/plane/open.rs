@@ -88,7 +88,7 @@ impl OpenRequest {
 
     /// A stage of it.
     pub fn stage(&self, name: &'static str, kind: SpanKind) -> Span {
-        self.span.child(name, kind)
+        self.span.parent().child(name, kind)
     }
 
     /// It was refused or failed.

@@ -161,16 +161,20 @@ async fn serve_http(plane: Arc<Plane>, listener: TcpListener, closing: Cancellat
                 }
             },
         };
-        let service = TowerToHyperService::new(routes.clone());
-        let connection = builder
-            .serve_connection(TokioIo::new(prompt(stream)), service)
-            .into_owned();
-        let connection = graceful.watch(connection);
-        let plane = plane.clone();
+        let watcher = graceful.watcher();
+        let (routes, builder, plane) = (routes.clone(), builder.clone(), plane.clone());
         tokio::spawn(async move {
             plane.metrics.connections.inc();
-            // A client's broken connection is its own affair.
-            let _ = connection.await;
+            // Which protocol it is shows by the first bytes; until one has come no other timer runs.
+            let begun = tokio::time::timeout(header_timeout, stream.peek(&mut [0])).await;
+            if matches!(begun, Ok(Ok(bytes)) if bytes > 0) {
+                let service = TowerToHyperService::new(routes);
+                let connection = builder
+                    .serve_connection(TokioIo::new(prompt(stream)), service)
+                    .into_owned();
+                // A client's broken connection is its own affair.
+                let _ = watcher.watch(connection).await;
+            }
             plane.metrics.connections.dec();
         });
     }

@@ -3,7 +3,10 @@
 //! Context is a value that travels with the request (as `traceparent` in each message), never something attached to a task:
 //! links are multiplexed. Without an endpoint nothing is recorded, and a client's context is still passed on.
 
-use std::{borrow::Cow, time::SystemTime};
+use std::{
+    borrow::Cow,
+    time::{Duration, SystemTime},
+};
 
 use opentelemetry::{
     trace::{
@@ -14,9 +17,12 @@ use opentelemetry::{
 };
 use opentelemetry_otlp::WithExportConfig;
 use opentelemetry_sdk::{
-    trace::{Sampler, SdkTracer, SdkTracerProvider},
+    trace::{BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracer, SdkTracerProvider},
     Resource,
 };
+
+/// As often as the Python services export.
+const EXPORT_EVERY: Duration = Duration::from_secs(1);
 
 /// Makes spans, or nothing at all.
 pub struct Tracing {
@@ -41,8 +47,10 @@ impl Tracing {
             .with_endpoint(endpoint)
             .build()
             .map_err(|error| format!("telemetry.otlp_endpoint {endpoint:?}: {error}"))?;
+        let config = BatchConfigBuilder::default().with_scheduled_delay(EXPORT_EVERY).build();
+        let processor = BatchSpanProcessor::builder(exporter).with_batch_config(config).build();
         let provider = SdkTracerProvider::builder()
-            .with_batch_exporter(exporter)
+            .with_span_processor(processor)
             .with_sampler(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample_ratio))))
             .with_resource(Resource::builder().with_service_name("headrace-router").build())
             .build();
@@ -83,6 +91,22 @@ pub enum Span {
     Recording(Box<(SdkTracer, opentelemetry_sdk::trace::Span)>),
 }
 
+/// A span as its stages see it.
+pub struct Parent(Option<Box<(SdkTracer, SpanContext)>>, String);
+
+impl Parent {
+    /// Begins a stage.
+    pub fn child(&self, name: &'static str, kind: SpanKind) -> Span {
+        match &self.0 {
+            None => Span::Passing(self.1.clone()),
+            Some(parts) => {
+                let parent = Context::new().with_remote_span_context(parts.1.clone());
+                Span::start(&parts.0, name, kind, &parent)
+            }
+        }
+    }
+}
+
 impl Span {
     fn start(tracer: &SdkTracer, name: impl Into<Cow<'static, str>>, kind: SpanKind, parent: &Context) -> Self {
         let builder = SpanBuilder::from_name(name).with_kind(kind);
@@ -90,13 +114,13 @@ impl Span {
         Self::Recording(Box::new((tracer.clone(), span)))
     }
 
-    /// A stage inside this one.
-    pub fn child(&self, name: &'static str, kind: SpanKind) -> Span {
+    /// What its stages need, wherever they begin.
+    pub fn parent(&self) -> Parent {
         match self {
-            Self::Passing(traceparent) => Self::Passing(traceparent.clone()),
+            Self::Passing(traceparent) => Parent(None, traceparent.clone()),
             Self::Recording(parts) => {
-                let parent = Context::new().with_remote_span_context(parts.1.span_context().clone());
-                Self::start(&parts.0, name, kind, &parent)
+                let context = parts.1.span_context().clone();
+                Parent(Some(Box::new((parts.0.clone(), context))), String::new())
             }
         }
     }

@@ -35,6 +35,10 @@ struct Gathered<M> {
     waker: Option<Waker>,
     /// Outboxes outlive connections; a stream of an earlier connection must not take what belongs to the next.
     connection: u64,
+    /// Sent ahead of everything on a connection.
+    first: Option<M>,
+    /// Nothing but `first` is sent yet.
+    held: bool,
 }
 
 impl<M> Default for Outbox<M> {
@@ -44,6 +48,8 @@ impl<M> Default for Outbox<M> {
             last_bytes: 0,
             waker: None,
             connection: 0,
+            first: None,
+            held: false,
         }))
     }
 }
@@ -81,6 +87,30 @@ impl<M: Default> Outbox<M> {
         }
     }
 
+    /// Starts a new connection's stream with `first`; the rest waits until it is [let go](Self::let_go).
+    pub fn open_held(self: &Arc<Self>, first: M) -> Outgoing<M> {
+        let mut gathered = self.0.lock();
+        gathered.connection += 1;
+        gathered.first = Some(first);
+        gathered.held = true;
+        Outgoing {
+            outbox: self.clone(),
+            connection: gathered.connection,
+        }
+    }
+
+    /// Ends the hold of [`Self::open_held`].
+    pub fn let_go(&self) {
+        let waker = {
+            let mut gathered = self.0.lock();
+            gathered.held = false;
+            gathered.waker.take()
+        };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
     /// Forgets everything that was not sent.
     pub fn clear(&self) {
         self.0.lock().messages.clear();
@@ -101,13 +131,16 @@ impl<M> Stream for Outgoing<M> {
         if gathered.connection != self.connection {
             return Poll::Ready(None);
         }
-        match gathered.messages.pop_front() {
-            Some(message) => Poll::Ready(Some(message)),
-            None => {
-                gathered.waker = Some(context.waker().clone());
-                Poll::Pending
+        if let Some(first) = gathered.first.take() {
+            return Poll::Ready(Some(first));
+        }
+        if !gathered.held {
+            if let Some(message) = gathered.messages.pop_front() {
+                return Poll::Ready(Some(message));
             }
         }
+        gathered.waker = Some(context.waker().clone());
+        Poll::Pending
     }
 }
 

@@ -1,8 +1,10 @@
 //! Links to workers: "run it". One `Run` stream for each worker instance carries all of this router's requests.
 //!
 //! The reader only sorts a frame's deltas into the requests' mailboxes and wakes them; text is made by the request itself,
-//! on whatever thread polls it. A request that is not polled (its client does not read) has a bounded mailbox. The lease
-//! is given back the moment the worker owes nothing more, however slowly the client reads.
+//! on whatever thread polls it. A request that is not polled (its client does not read) has a bounded mailbox.
+//!
+//! The lease goes back when the worker owes nothing more: by the request itself, which knows how many of the ids it took, or
+//! by the reader when the request is not waiting for ids (a client that reads slowly must not hold a worker's slot).
 
 use std::{
     collections::HashMap,
@@ -164,12 +166,10 @@ impl Workers {
             router_id: self.router_id.clone(),
             instance_id: link.instance_id.clone(),
         };
-        let outgoing = link.outbox.open(|waiting| {
-            let hello = RunRequest {
-                hello: Some(hello),
-                ..RunRequest::default()
-            };
-            std::iter::once(hello).chain(waiting).collect()
+        // What is asked of it waits until it has said who it is: a stranger must see no prompt.
+        let outgoing = link.outbox.open_held(RunRequest {
+            hello: Some(hello),
+            ..RunRequest::default()
         });
         let mut frames: Streaming<RunResponse> = client
             .run(outgoing)
@@ -178,8 +178,9 @@ impl Workers {
             .into_inner();
         let mut wakers = Vec::new();
         while let Some(frame) = frames.message().await.map_err(|status| describe(&status))? {
-            if let Some(description) = frame.welcome.as_ref().and_then(|welcome| welcome.description.as_ref()) {
-                (self.accept)(description)?;
+            if let Some(welcome) = &frame.welcome {
+                (self.accept)(&welcome.description.clone().unwrap_or_default())?;
+                link.outbox.let_go();
             }
             link.sort(frame, &mut wakers);
             wakers.drain(..).for_each(Waker::wake);
@@ -318,19 +319,31 @@ impl Mail {
         }
         self.deltas.push(delta);
         if self.choices_left == 0 {
-            let outcome = Outcome::try_from(self.last_outcome).unwrap_or(Outcome::Failed);
-            self.finish(RunEnd::Finished, outcome);
+            self.end.get_or_insert(RunEnd::Finished);
+            if self.waker.is_none() {
+                self.release(self.reported());
+            }
             return true;
         }
         false
     }
 
-    /// The worker owes nothing more: the lease goes back, once.
+    /// The worker owes nothing more, and the request will not say how many ids it took.
     fn finish(&mut self, end: RunEnd, outcome: Outcome) {
         self.end.get_or_insert(end);
+        self.release(outcome);
+    }
+
+    /// The lease goes back, once.
+    fn release(&mut self, outcome: Outcome) {
         if let Some(lease) = self.lease.take() {
             lease.release(outcome, &self.books);
         }
+    }
+
+    /// How the last choice ended, as the worker said.
+    fn reported(&self) -> Outcome {
+        Outcome::try_from(self.last_outcome).unwrap_or(Outcome::Failed)
     }
 }
 
@@ -373,13 +386,15 @@ impl Run {
         self.link.cancel(self.request, self.epoch, Some(choice), reason);
     }
 
-    /// Stops whatever still runs and says why.
-    pub fn stop(&self, reason: Outcome) {
+    /// Stops whatever still runs, says why, and how many of the ids that came were taken.
+    pub fn stop(&self, reason: Outcome, taken_tokens: u32) {
         let running = self.link.state.lock().mailboxes.remove(&self.request).is_some();
         if running {
             self.link.cancel(self.request, self.epoch, None, reason);
         }
-        self.mailbox.0.lock().finish(RunEnd::Finished, reason);
+        let mut mail = self.mailbox.0.lock();
+        mail.books.completion_tokens = taken_tokens.min(mail.books.completion_tokens);
+        mail.finish(RunEnd::Finished, reason);
     }
 
     /// How long the worker has shown no progress at all while this run waits.
@@ -401,6 +416,6 @@ impl Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        self.stop(Outcome::Cancelled);
+        self.stop(Outcome::Cancelled, u32::MAX);
     }
 }
