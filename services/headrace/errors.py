@@ -7,8 +7,9 @@
     ├── ModelError       a model's files cannot be had or read
     └── EngineError      an engine refused a request or broke
 
-Refusals that a core foresees are values (``headrace.v1.Error`` with a code from a closed list), not exceptions; exceptions
-are for bugs and the outside world. ``gateway_rs/src/error.rs`` is this table's twin for what the router says to clients.
+Refusals that a core foresees are values (``headrace.v1.Error`` with a code from a closed list), not exceptions;
+exceptions are for bugs and the outside world. ``gateway_rs/src/error.rs`` is this table's twin for what the router says
+to clients.
 """
 
 from __future__ import annotations
@@ -58,6 +59,4 @@ def error(
     code: types_pb2.ErrorCode, message: str, *, retryable: bool = False, retry_after_ms: int = 0, param: str = ""
 ) -> types_pb2.Error:
     """A refusal as a value."""
-    return types_pb2.Error(
-        code=code, message=message, retryable=retryable, retry_after_ms=retry_after_ms, param=param
-    )
+    return types_pb2.Error(code=code, message=message, retryable=retryable, retry_after_ms=retry_after_ms, param=param)

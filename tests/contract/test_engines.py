@@ -371,10 +371,10 @@ async def test_a_deadline_ends_a_request(bench: Bench) -> None:
 
 
 async def test_more_than_fits_waits_and_all_come_to_their_end(bench: Bench) -> None:
-    """40 requests of up to 15 blocks, in 64 blocks and 4 slots."""
+    """Twelve requests of some 20 blocks, in 64 blocks and 4 slots."""
     requests = [
-        bench.submit(long_prompt(100 + seed, 100 + seed), max_tokens=6, ignore_eos=True, seeds=(seed,))
-        for seed in range(40)
+        bench.submit(long_prompt(100 + seed, 300 + seed), max_tokens=6, ignore_eos=True, seeds=(seed,))
+        for seed in range(12)
     ]
     for request in requests:
         (answer,) = await bench.ended(request)
@@ -384,10 +384,6 @@ async def test_more_than_fits_waits_and_all_come_to_their_end(bench: Bench) -> N
 
 
 async def test_what_never_fits_is_rejected_with_numbers(bench: Bench) -> None:
-    request = bench.submit(long_prompt(1, 1023), max_tokens=5)
-    (answer,) = await bench.ended(request)
-    assert answer.finish is not None
-    assert answer.finish.error is None or "1024" in answer.finish.error.message
     too_long = bench.submit(long_prompt(1, 1024), max_tokens=5)
     (answer,) = await bench.ended(too_long)
     assert answer.finish is not None

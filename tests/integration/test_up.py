@@ -57,7 +57,8 @@ class Up:
             '[worker]\nengine = "sim"\nmodel = "toy"\n'
         )
         arguments = ["up", "--config", str(config), "--http-port", "0", "--grpc-port", "0", "--json"]
-        self.process = Process("up", arguments, folder / "up.log")
+        # It is asked, not killed, so that it can take its own children along.
+        self.process = Process("up", arguments, folder / "up.log", death=signal.SIGTERM)
         self.http = ""
 
     async def ready(self) -> Up:

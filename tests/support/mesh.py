@@ -38,6 +38,11 @@ from tests.support.toy import ToyModel
 from tests.support.waiting import eventually
 
 SERVICES = Path(__file__).parents[2] / "services"
+#: Asks the kernel to be told of the parent's death (PR_SET_PDEATHSIG, which exec keeps), then becomes the command.
+MORTAL = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, int(sys.argv[1])); "
+    "os.getppid() == int(sys.argv[2]) or sys.exit(1); os.execv(sys.argv[3], sys.argv[3:])"
+)
 READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 20.0
 
@@ -45,13 +50,19 @@ STOP_WITHIN_S = 20.0
 class Process:
     """One command of headrace as a process of its own; what it logs goes to a file."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], log: Path, *, death: signal.Signals = signal.SIGKILL
+    ) -> None:
+        """It gets the signal `death` when this thread is gone: a test run that is killed leaves nothing behind."""
         self.name = name
         self.log = log
         with log.open("ab") as errors:
             # A session of its own, so that a Ctrl-C in the terminal is the test's alone.
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "headrace", *arguments],
+                [
+                    *(sys.executable, "-I", "-S", "-c", MORTAL, str(int(death)), str(os.getpid())),
+                    *(sys.executable, "-m", "headrace", *arguments),
+                ],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 # Spans are sent soon, where they are sent at all.

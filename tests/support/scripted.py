@@ -274,6 +274,9 @@ class Door:
         self._links: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved_s = 0.0
+        self._passed = asyncio.Condition()
+        #: Bytes passed on from the server.
+        self.passed_bytes = 0
         self.port = 0
         #: Connections accepted so far.
         self.accepted = 0
@@ -289,6 +292,12 @@ class Door:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    async def passed(self, mark: int, timeout_s: float = 2.0) -> None:
+        """Waits until more than `mark` bytes have come from the server, though not for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._passed:
+                await self._passed.wait_for(lambda: self.passed_bytes > mark)
 
     async def break_all(self, *, settle: bool = True) -> None:
         """Ends every connection, after what is under way has passed."""
@@ -321,18 +330,22 @@ class Door:
             link = (writer, server)
             self._links.add(link)
             try:
-                await asyncio.gather(self._pump(reader, server), self._pump(server_reader, writer))
+                await asyncio.gather(self._pump(reader, server), self._pump(server_reader, writer, down=True))
             finally:
                 self._links.discard(link)
                 server.transport.abort()
         writer.close()
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, down: bool = False) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(65536):
                 self._moved_s = asyncio.get_running_loop().time()
                 sink.write(data)
                 await sink.drain()
+                if down:
+                    async with self._passed:
+                        self.passed_bytes += len(data)
+                        self._passed.notify_all()
         # One side's end ends the other: gRPC does not use half-closed connections.
         sink.close()
 
@@ -347,6 +360,8 @@ class _Link:
         self.frames: asyncio.Queue[worker_pb2.RunResponse | None] = asyncio.Queue(maxsize=16)
         self.running: dict[tuple[int, int], dict[asyncio.Task[None], ChoiceEntry]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
+        #: What its door had passed on when the last frame was made.
+        self.mark = -1
         #: With what it ends; None = OK.
         self.status: grpc.StatusCode | None = None
 
@@ -661,6 +676,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             if step.ids:
                 await self._send(link, entry, index, step.ids)
             if step.die:
+                await self.door.passed(link.mark)
                 await self.door.break_all()
                 await asyncio.Event().wait()
             if step.hang:
@@ -731,6 +747,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _frame(self, link: _Link, *deltas: worker_pb2.TokenDelta) -> None:
         self.iteration += 1
+        link.mark = self.door.passed_bytes
         await link.frames.put(worker_pb2.RunResponse(iteration=self.iteration, deltas=deltas))
         # Each step is an iteration of its own: let the frame out before the next one is made.
         await asyncio.sleep(0)
