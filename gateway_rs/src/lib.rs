@@ -8,6 +8,7 @@
 //! - `python` alone knows PyO3.
 
 pub mod blocks;
+mod date;
 pub mod detok;
 pub mod error;
 pub mod openai;

@@ -378,3 +378,202 @@ pub fn prompt_entries(ids: &[u32], logprobs: &[TokenLogprobs]) -> Vec<Entry> {
     };
     ids.iter().zip(all).map(entry).collect()
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{proto::token_delta, tokenize::pieces::byte_to_char};
+
+    const EOS: u32 = 900;
+
+    /// One id a byte; 900 ends an answer and has no text.
+    fn toy() -> Arc<Tokenizer> {
+        let mut vocabulary: BTreeMap<String, u32> = (0..=255_u8)
+            .map(|byte| (byte_to_char(byte).to_string(), byte.into()))
+            .collect();
+        vocabulary.insert("<eos>".to_owned(), EOS);
+        let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        let document = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+            "pre_tokenizer": byte_level, "decoder": byte_level,
+            "added_tokens": [{"id": EOS, "content": "<eos>", "single_word": false, "lstrip": false, "rstrip": false,
+                              "normalized": false, "special": true}],
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                      "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+                      "vocab": vocabulary, "merges": []},
+        });
+        Arc::new(Tokenizer::from_bytes(document.to_string().as_bytes()).unwrap())
+    }
+
+    fn ending(stops: &[&str], max_tokens: u32) -> Ending {
+        Ending {
+            eos_ids: vec![EOS],
+            stop_ids: Vec::new(),
+            stop_strings: stops.iter().map(|&stop| stop.to_owned()).collect(),
+            stop_set: Arc::new(StopSet::new(stops, false)),
+            max_tokens,
+            min_tokens: 0,
+            entries: true,
+            skip_special: true,
+        }
+    }
+
+    /// Everything that left, and how each choice ended.
+    #[derive(Clone, Debug, Default, PartialEq)]
+    struct Seen {
+        text: String,
+        ids: Vec<u32>,
+        finish: Option<Finish>,
+    }
+
+    impl Sink for Seen {
+        fn prompt(&mut self, _: u32, _: &[Entry]) {}
+
+        fn delta(&mut self, _: u32, text: &str, entries: &[Entry]) {
+            assert_eq!(self.finish, None, "nothing leaves after the end");
+            self.text.push_str(text);
+            self.ids.extend(entries.iter().map(|entry| entry.id));
+        }
+
+        fn finish(&mut self, _: u32, finish: &Finish) {
+            assert_eq!(self.finish.replace(finish.clone()), None, "a choice ends once");
+        }
+    }
+
+    fn delta(first_index: usize, ids: &[u32]) -> TokenDelta {
+        TokenDelta {
+            first_index: first_index as u32,
+            ids: ids.to_vec(),
+            ..TokenDelta::default()
+        }
+    }
+
+    fn bytes(text: &str) -> Vec<u32> {
+        text.bytes().map(u32::from).collect()
+    }
+
+    fn answer(steps: &[&[u32]], ending: Ending) -> (Seen, u32) {
+        let mut answer = Answer::new(&toy(), 1, ending);
+        let (mut seen, mut index) = (Seen::default(), 0);
+        for step in steps {
+            if !answer.push(&delta(index, step), &mut seen).unwrap() {
+                index += step.len();
+            }
+        }
+        (seen, answer.completion_tokens())
+    }
+
+    #[test]
+    fn the_token_limit_and_the_end_id_in_one_step() {
+        let mut last = bytes("Q");
+        last.extend([EOS, 120, 121]);
+        let (seen, tokens) = answer(&[&bytes("abcd"), &last], ending(&[], 6));
+        assert_eq!((seen.text.as_str(), tokens), ("abcdQ", 6));
+        assert_eq!(seen.ids, bytes("abcdQ"));
+        assert_eq!(seen.finish.unwrap().stop_id, Some(EOS));
+    }
+
+    #[test]
+    fn held_text_leaves_with_its_ids_or_not_at_all() {
+        let (seen, _) = answer(
+            &[&bytes("a"), &bytes("\nEn"), &bytes("d"), &[EOS]],
+            ending(&["\nEND"], 64),
+        );
+        assert_eq!((seen.text.as_str(), seen.ids), ("a\nEnd", bytes("a\nEnd")));
+        let (seen, tokens) = answer(&[&bytes("done"), &bytes("\nENDx")], ending(&["\nEND"], 64));
+        assert_eq!((seen.text.as_str(), tokens), ("done", 8));
+        assert_eq!(seen.ids, bytes("done"));
+        assert_eq!(seen.finish.unwrap().stop_string.as_deref(), Some("\nEND"));
+    }
+
+    #[test]
+    fn an_unfinished_character_at_the_limit_is_one_replacement() {
+        let (seen, tokens) = answer(&[&[240, 159]], ending(&[], 2));
+        assert_eq!((seen.text.as_str(), tokens), ("\u{fffd}", 2));
+        assert_eq!(seen.ids, [240, 159]);
+        assert_eq!(seen.finish.unwrap().outcome, Outcome::Length);
+    }
+
+    #[test]
+    fn an_index_is_committed_once_and_a_gap_is_a_fault() {
+        let mut answer = Answer::new(&toy(), 1, ending(&[], 64));
+        let mut seen = Seen::default();
+        answer.push(&delta(0, &bytes("abc")), &mut seen).unwrap();
+        answer.push(&delta(1, &bytes("bcd")), &mut seen).unwrap();
+        assert_eq!(seen.text, "abcd");
+        assert!(answer.push(&delta(5, &bytes("x")), &mut seen).is_err());
+        assert!(answer
+            .push(
+                &TokenDelta {
+                    choice: 1,
+                    ..delta(0, &bytes("x"))
+                },
+                &mut seen
+            )
+            .is_err());
+    }
+
+    #[test]
+    fn only_a_success_of_the_worker_ends_a_choice() {
+        let mut answer = Answer::new(&toy(), 1, ending(&[], 64));
+        let mut seen = Seen::default();
+        for (outcome, ended) in [
+            (Outcome::Failed, false),
+            (Outcome::Cancelled, false),
+            (Outcome::Stop, true),
+        ] {
+            let finish = token_delta::Finish {
+                outcome: outcome as i32,
+                ..Default::default()
+            };
+            let last = TokenDelta {
+                finish: Some(finish),
+                ..delta(0, &[])
+            };
+            assert_eq!(answer.push(&last, &mut seen).unwrap(), ended);
+        }
+    }
+
+    proptest! {
+        /// However the ids are cut into steps, and whatever attempts they come from, the answer is the same; and so is
+        /// one that is given again from the cache.
+        #[test]
+        fn any_cut_gives_the_same_answer(
+            ids in proptest::collection::vec(prop_oneof![97_u32..101, Just(195), Just(169), Just(240), Just(EOS)], 1..40),
+            cuts in proptest::collection::vec((1_usize..6, any::<bool>()), 40),
+            max_tokens in 1_u32..40,
+        ) {
+            let rules = || ending(&["cab", "ab", "dé"], max_tokens);
+            let (whole, tokens) = answer(&[&ids], rules());
+            let mut parts = Answer::new(&toy(), 1, rules());
+            let (mut seen, mut index, mut rest) = (Seen::default(), 0, ids.as_slice());
+            for (size, lost) in cuts {
+                let (step, later) = rest.split_at(size.min(rest.len()));
+                if parts.push(&delta(index, step), &mut seen).unwrap() {
+                    break;
+                }
+                (rest, index) = (later, index + step.len());
+                if lost {
+                    // The worker is lost; the next attempt counts from what was committed.
+                    parts.rebase();
+                    index = 0;
+                }
+            }
+            prop_assert_eq!(&seen, &whole);
+            prop_assert_eq!(parts.completion_tokens(), tokens);
+            if parts.is_done() {
+                let mut again = Answer::new(&toy(), 1, rules());
+                let mut replayed = Seen::default();
+                for delta in Answer::replay(parts.stored(1)) {
+                    again.push(&delta, &mut replayed).unwrap();
+                }
+                prop_assert_eq!(replayed, whole);
+            }
+        }
+    }
+}

@@ -6,6 +6,8 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use crate::date::strftime;
+
 static LEVEL: AtomicU8 = AtomicU8::new(20);
 
 /// Shows lines from this level on: "debug", "info", "warning", "error".
@@ -34,44 +36,9 @@ fn write(number: u8, level: &str, message: &str) {
         return;
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let line = format!(
-        "{} {level} headrace.router: {message}\n",
-        stamp(now.as_secs(), now.subsec_millis())
-    );
+    let stamp = strftime("%Y-%m-%dT%H:%M:%S", now.as_secs() as i64);
+    let line = format!("{stamp}.{:03}Z {level} headrace.router: {message}
+", now.subsec_millis());
     // Nothing can be done about a closed stderr.
     let _ = std::io::stderr().write_all(line.as_bytes());
-}
-
-/// UTC as `YYYY-MM-DDThh:mm:ss.mmmZ` (days to date after Howard Hinnant's `civil_from_days`).
-fn stamp(seconds: u64, millis: u32) -> String {
-    let (days, rest) = ((seconds / 86_400) as i64, seconds % 86_400);
-    let z = days + 719_468;
-    let era = z.div_euclid(146_097);
-    let day_of_era = z.rem_euclid(146_097);
-    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 {
-        shifted_month + 3
-    } else {
-        shifted_month - 9
-    };
-    let year = year_of_era + era * 400 + i64::from(month <= 2);
-    format!(
-        "{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}.{millis:03}Z",
-        rest / 3600,
-        rest / 60 % 60,
-        rest % 60
-    )
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn a_stamp_is_utc() {
-        assert_eq!(super::stamp(0, 0), "1970-01-01T00:00:00.000Z");
-        assert_eq!(super::stamp(951_782_400, 7), "2000-02-29T00:00:00.007Z");
-        assert_eq!(super::stamp(1_796_000_000, 0), "2026-11-30T00:53:20.000Z");
-    }
 }

@@ -51,6 +51,7 @@ UNHEALTHY = worker_pb2.WORKER_STATE_UNHEALTHY
 _MAX_UNREAD = 32768
 _DELTAS_IN_MESSAGE = 4096
 _STEPS_IN_REPORT = 64
+_GOODBYE_S = 0.5
 
 #: What a router may give as the reason of a cancellation, and how the request then ends.
 _CANCEL_OUTCOMES = {
@@ -646,6 +647,7 @@ async def _serve(config: WorkerConfig, model: str, engine: Engine, began_s: floa
     servicer = WorkerService(config, engine, server.registry)
     server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, FULL_NAME)
     scheduler, cache = _links(config, model, servicer, lambda: server.address, began_s)
+    publishing: list[asyncio.Task[None]] = []
     await server.start()
 
     async def live() -> None:
@@ -656,7 +658,7 @@ async def _serve(config: WorkerConfig, model: str, engine: Engine, began_s: floa
         if scheduler is not None:
             server.spawn(scheduler.run(), "scheduler link")
         if cache is not None:
-            server.spawn(cache.run(), "cache link")
+            publishing.append(server.spawn(cache.run(), "cache link"))
         await server.announce(worker_id=servicer.worker_id, instance_id=servicer.instance_id)
         # Whoever started this process starts it again.
         raise EngineError(f"the engine is gone: {await servicer.failure}")
@@ -665,8 +667,10 @@ async def _serve(config: WorkerConfig, model: str, engine: Engine, began_s: floa
 
     async def drain() -> None:
         await servicer.drain()
-        if cache is not None:
+        if cache is not None and publishing:
             cache.leave()
+            # The cache may be away.
+            await asyncio.wait(publishing, timeout=_GOODBYE_S)
 
     try:
         await server.run_until_stopped(drain=drain, grace_s=config.drain_grace_s)
