@@ -12,7 +12,7 @@ import pytest
 from tests.support.clients import ABSENT, HTTP_MODES, MODES, Unsupported, http, native
 from tests.support.mesh import Lab
 
-#: Parameters of R("1234567", ...), and the field that is named.
+#: What is asked beside the text "1234567", and the field that is named.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "temperature below": ({"temperature": -0.1}, "temperature"),
     "temperature above": ({"temperature": 2.5}, "temperature"),

@@ -529,7 +529,7 @@ def _logprob_entry(entry: router_pb2.TextLogprobs) -> dict[str, Any]:
 
 
 class Client:
-    """R of the cases: one user message and what else is asked, in any mode."""
+    """Asks one user message, and whatever else, in any mode."""
 
     def __init__(self, http_address: str, grpc_address: str, model: str = "toy") -> None:
         self.http_address = http_address
@@ -573,7 +573,7 @@ class Client:
         timeout_s: float = 30.0,
         receive_buffer: int | None = None,
     ) -> OpenAnswer:
-        """Sends R(text, params) and returns the answer as it comes. `headers` are metadata on gRPC."""
+        """Sends the text with those parameters; returns the answer as it comes. `headers` are metadata on gRPC."""
         legacy = path.endswith("/v1/completions")
         body: dict[str, Any] = {"model": self.model}
         body |= {"prompt": text} if legacy else {"messages": [{"role": "user", "content": text}]}

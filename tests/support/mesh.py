@@ -188,18 +188,19 @@ class Mesh:
             raise
         return self
 
-    def launch(self, name: str, **more: Any) -> Process:
-        """Starts that service's process; the further settings go to its own section."""
+    def launch(self, name: str, *, key: str = "", **more: Any) -> Process:
+        """Starts that service's process; the further settings go to its own section. `key`: a second one's name."""
         settings = {section: dict(values) for section, values in self._settings.items()}
         settings[name] |= more
         toml = self._models_toml + "".join(
             f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
             for section, values in settings.items()
         )
-        file = self.folder / f"{name}.toml"
+        key = key or name
+        file = self.folder / f"{key}.toml"
         file.write_text(toml)
-        process = Process(name, [name, "--config", str(file)], self.folder / f"{name}.log")
-        self.processes[name] = process
+        process = Process(key, [name, "--config", str(file)], self.folder / f"{key}.log")
+        self.processes[key] = process
         return process
 
     def stop(self) -> None:
@@ -242,10 +243,12 @@ class Mesh:
 class Lab:
     """One test's use of a mesh."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, router: str = "router") -> None:
+        """`router`: which one, where there are several."""
         self.mesh = mesh
+        self.router = router
         self.bench = Bench()
-        self.client = Client(mesh.http, mesh.grpc)
+        self.client = Client(mesh.ready[router]["http"], mesh.ready[router]["grpc"])
         self.workers: list[ScriptedWorker] = []
         assert mesh.tap is not None
         self.books: Books = mesh.tap.turn_page()
@@ -301,12 +304,12 @@ class Lab:
         return await self.client.open(text, params, mode=mode, **how)
 
     async def get(self, path: str) -> tuple[int, dict[str, str], Any]:
-        return await http(self.mesh.http, "GET", path)
+        return await http(self.client.http_address, "GET", path)
 
     async def post(
         self, path: str, body: Any, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], Any]:
-        return await http(self.mesh.http, "POST", path, body, headers)
+        return await http(self.client.http_address, "POST", path, body, headers)
 
     # -- looking at the services
 
@@ -371,9 +374,13 @@ class Lab:
             for worker in self.workers:
                 await worker.stop()
             await self._emptied()
-            await self.client.close()
-            for channel in self._channels:
-                await channel.close()
+            await self.hang_up()
+
+    async def hang_up(self) -> None:
+        """Closes its own connections."""
+        await self.client.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def _emptied(self) -> None:
         ours = {worker.instance_id for worker in self.workers}

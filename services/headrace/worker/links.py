@@ -151,7 +151,7 @@ class CacheLink:
         self._leaving = False
 
     def leave(self) -> None:
-        """Says goodbye: the cache forgets this worker's blocks at once, and ``run`` returns."""
+        """Says what is still to be said, and goodbye; ``run`` returns."""
         self._leaving = True
         self._grown.set()
 

@@ -34,7 +34,17 @@ from headrace.errors import ConfigError, EngineError, error
 from headrace.serving import Outbox, Service, StreamError, exchange
 from headrace.v1 import cache_pb2, scheduler_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from headrace.worker.blocks import BlockLog
-from headrace.worker.engine import Delta, Engine, Finish, Outcome, Request, StepCost, StepResult, TokenLogprobs
+from headrace.worker.engine import (
+    BlocksCleared,
+    Delta,
+    Engine,
+    Finish,
+    Outcome,
+    Request,
+    StepCost,
+    StepResult,
+    TokenLogprobs,
+)
 from headrace.worker.links import CacheLink, SchedulerLink
 from headrace.worker.validate import request_of
 
@@ -668,6 +678,8 @@ async def _serve(config: WorkerConfig, model: str, engine: Engine, began_s: floa
     async def drain() -> None:
         await servicer.drain()
         if cache is not None and publishing:
+            # A stream's end alone could be a break, after which the cache would wait for its return.
+            servicer.blocks.add([BlocksCleared()])
             cache.leave()
             # The cache may be away.
             await asyncio.wait(publishing, timeout=_GOODBYE_S)

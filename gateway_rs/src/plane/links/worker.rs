@@ -4,7 +4,7 @@
 //! on whatever thread polls it. A request that is not polled (its client does not read) has a bounded mailbox.
 //!
 //! The lease goes back when the worker owes nothing more: by the request itself, which knows how many of the ids it took, or
-//! by the reader when the request is not waiting for ids (a client that reads slowly must not hold a worker's slot).
+//! without it when it does not look within a second (a client that reads slowly must not hold a worker's slot).
 
 use std::{
     collections::HashMap,
@@ -252,6 +252,9 @@ impl WorkerLink {
             };
             let mut mail = mailbox.0.lock();
             let over = mail.take(delta, now, self.max_unread_tokens);
+            if over && mail.waker.is_none() && mail.lease.is_some() {
+                tokio::spawn(release_unattended(mailbox.clone()));
+            }
             if let Some(waker) = mail.waker.take() {
                 wakers.push(waker);
             }
@@ -296,6 +299,17 @@ impl WorkerLink {
     }
 }
 
+/// So long a request that isn't waiting may take to look at what came last.
+const UNATTENDED: Duration = Duration::from_secs(1);
+
+/// The worker has finished and nobody is waiting for it: the request is about to look, or its client does not read.
+async fn release_unattended(mailbox: Arc<Mailbox>) {
+    tokio::time::sleep(UNATTENDED).await;
+    let mut mail = mailbox.0.lock();
+    let outcome = mail.reported();
+    mail.release(outcome);
+}
+
 impl Mail {
     /// Takes a delta in; true when the run is over with it.
     fn take(&mut self, delta: TokenDelta, now: Instant, max_unread_tokens: usize) -> bool {
@@ -320,9 +334,6 @@ impl Mail {
         self.deltas.push(delta);
         if self.choices_left == 0 {
             self.end.get_or_insert(RunEnd::Finished);
-            if self.waker.is_none() {
-                self.release(self.reported());
-            }
             return true;
         }
         false
