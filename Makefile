@@ -40,7 +40,8 @@ $(VENV)/.packages: $(VENV)/.python pyproject.toml .ci/constraints.txt
 $(VENV)/.extension: $(VENV)/.packages $(RUST_SOURCES) Cargo.toml Cargo.lock
 	@command -v cargo >/dev/null || { echo "make: needs a Rust toolchain (cargo)" >&2; exit 1; }
 	@echo "building the extension (the first time: some minutes)"
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --quiet
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release > $(VENV)/maturin.log 2>&1 \
+		|| { cat $(VENV)/maturin.log; exit 1; }
 	touch $@
 
 test: lint test-rust test-python

@@ -227,7 +227,8 @@ async fn draft(kind: AnswerKind, headers: &HeaderMap, body: Bytes) -> Result<Dra
     };
     let mut draft = away_when_long(body.len(), move || parse(&body)).await?;
     if let Some(text) = asked(headers, DEADLINE) {
-        draft.deadline = Some(deadline_from_text(text, DEADLINE)?);
+        let asked = deadline_from_text(text, DEADLINE)?;
+        draft.deadline = Some(draft.deadline.map_or(asked, |body| body.min(asked)));
     }
     if let Some(text) = asked(headers, CLASS) {
         draft.class = parse_class(text, CLASS)?;
