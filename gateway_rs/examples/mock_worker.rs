@@ -220,12 +220,16 @@ impl Batch {
                 && cancel.choice.is_none_or(|choice| choice == playing.choice)
         };
         for group in &mut self.groups {
-            for playing in group.extract_if(.., |playing| is_meant(playing)) {
-                self.count -= 1;
-                let mut delta = playing.delta();
-                delta.finish = Some(playing.finish(Outcome::Cancelled));
-                self.ready.push((delta, playing.seed));
-            }
+            group.retain(|playing| {
+                let goes_on = !is_meant(playing);
+                if !goes_on {
+                    self.count -= 1;
+                    let mut delta = playing.delta();
+                    delta.finish = Some(playing.finish(Outcome::Cancelled));
+                    self.ready.push((delta, playing.seed));
+                }
+                goes_on
+            });
         }
     }
 
@@ -237,7 +241,9 @@ impl Batch {
         for playing in group.iter_mut() {
             self.ready.push((playing.step(&self.mock, tokens), playing.seed));
         }
-        self.count -= group.extract_if(.., |playing| playing.is_over()).count();
+        let before = group.len();
+        group.retain(|playing| !playing.is_over());
+        self.count -= before - group.len();
     }
 
     /// All that is ready as one frame, stamped.
@@ -273,6 +279,7 @@ async fn play(mock: Arc<Mock>, mut requests: Streaming<RunRequest>, frames: mpsc
     loop {
         let pace = *mock.pace.lock();
         let every = pace.interval / pace.phases;
+        let idle = batch.count == 0;
         tokio::select! {
             biased;
             message = requests.message() => match message {
@@ -292,7 +299,7 @@ async fn play(mock: Arc<Mock>, mut requests: Streaming<RunRequest>, frames: mpsc
                 (0..batch.groups.len()).for_each(|phase| batch.step(phase, pace.tokens_per_frame));
             },
         }
-        if batch.count == 0 {
+        if idle {
             due = Instant::now() + every;
         }
         if batch.ready.is_empty() {
