@@ -371,10 +371,10 @@ async def test_a_deadline_ends_a_request(bench: Bench) -> None:
 
 
 async def test_more_than_fits_waits_and_all_come_to_their_end(bench: Bench) -> None:
-    """Twelve requests of some 20 blocks, in 64 blocks and 4 slots."""
+    """Six requests of some 20 blocks, in 64 blocks and 4 slots."""
     requests = [
         bench.submit(long_prompt(100 + seed, 300 + seed), max_tokens=6, ignore_eos=True, seeds=(seed,))
-        for seed in range(12)
+        for seed in range(6)
     ]
     for request in requests:
         (answer,) = await bench.ended(request)
@@ -393,10 +393,11 @@ async def test_what_never_fits_is_rejected_with_numbers(bench: Bench) -> None:
 
 
 async def test_a_resumed_answer_goes_on_as_it_would_have(bench: Bench) -> None:
-    whole = (await bench.ask(PROMPT, max_tokens=8, ignore_eos=True, temperature=0.9, seeds=(7,)))[0].ids
-    (rest,) = await bench.ask(
-        PROMPT + whole[:3], max_tokens=5, ignore_eos=True, temperature=0.9, seeds=(7,), resumed_tokens=3
-    )
+    # The numbers drawn are the same on every engine; the logits only where the batch's shape does not move them.
+    exact = bench.engine.describe().capabilities.batch_invariant
+    options: dict[str, Any] = {"ignore_eos": True, "temperature": 0.9 if exact else 0.0, "seeds": (7,)}
+    whole = (await bench.ask(PROMPT, max_tokens=6, **options))[0].ids
+    (rest,) = await bench.ask(PROMPT + whole[:3], max_tokens=3, resumed_tokens=3, **options)
     assert rest.ids == whole[3:]
 
 

@@ -37,8 +37,11 @@ fn write(number: u8, level: &str, message: &str) {
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let stamp = strftime("%Y-%m-%dT%H:%M:%S", now.as_secs() as i64);
-    let line = format!("{stamp}.{:03}Z {level} headrace.router: {message}
-", now.subsec_millis());
+    let line = format!(
+        "{stamp}.{:03}Z {level} headrace.router: {message}
+",
+        now.subsec_millis()
+    );
     // Nothing can be done about a closed stderr.
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
