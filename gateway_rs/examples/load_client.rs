@@ -59,6 +59,8 @@ struct Plan {
     tokens: u32,
     temperature: f32,
     first_seed: u64,
+    /// Every request has the first seed: they are one question.
+    same_seed: bool,
     connections: usize,
     /// Requests begun a second, over all streams; 0 = as fast as they are answered.
     rate: f64,
@@ -71,8 +73,13 @@ impl Plan {
         &self.prompts[number % self.prompts.len()]
     }
 
-    fn seed(&self, number: usize) -> u64 {
+    /// By which the request is known in the stamps.
+    fn name(&self, number: usize) -> u64 {
         self.first_seed + number as u64
+    }
+
+    fn seed(&self, number: usize) -> u64 {
+        self.name(if self.same_seed { 0 } else { number })
     }
 }
 
@@ -268,7 +275,7 @@ impl WorkerLine {
         tokio::spawn(async move {
             while let Ok(Some(frame)) = frames.message().await {
                 let at_ns = now_ns();
-                let mut waiting = reading.waiting.lock();
+                let waiting = reading.waiting.lock();
                 for delta in frame.deltas {
                     let finish = delta.finish.as_ref();
                     let failure = finish.and_then(|finish| match finish.outcome() {
@@ -391,7 +398,7 @@ async fn work(
         let mut results = results.lock();
         match asked {
             Ok((sent_ns, came_ns)) if came_ns.len() == plan.tokens as usize => results.answered.push(Answered {
-                seed: plan.seed(number),
+                seed: plan.name(number),
                 sent_ns,
                 came_ns,
             }),
@@ -458,6 +465,7 @@ fn plan(arguments: &mut Arguments) -> Result<Plan, Failure> {
         tokens: arguments.take("tokens", 16)?,
         temperature: arguments.take("temperature", 1.0)?,
         first_seed: arguments.take("first-seed", 1)?,
+        same_seed: arguments.take("same-seed", false)?,
         connections: arguments.take("connections", 4)?,
         rate: arguments.take("rate", 0.0)?,
         timeout: Duration::from_secs_f64(arguments.take("timeout-s", 60.0_f64)?.clamp(0.1, 3600.0)),

@@ -7,7 +7,23 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import final
 
-__all__ = ["ChatTemplate", "Router", "StopMatcher", "StreamDecoder", "Tokenizer", "block_hashes"]
+__all__ = ["Certificates", "ChatTemplate", "Router", "StopMatcher", "StreamDecoder", "Tokenizer", "block_hashes"]
+
+@final
+class Certificates:
+    """A certificate, its key and the authority of peers, in PEM files that may change."""
+
+    @staticmethod
+    def load(
+        certificate: str | PathLike[str], key: str | PathLike[str], authority: str | PathLike[str]
+    ) -> Certificates:
+        """Read and check the files. Raises ValueError, naming the setting."""
+
+    def refresh(self) -> bool:
+        """Look at the files; True when new ones are in force. Raises ValueError, once, when new ones cannot be used."""
+
+    def current(self) -> tuple[bytes, bytes, bytes]:
+        """Certificate, key and authority, as PEM, all of the same state of the files."""
 
 @final
 class Router:

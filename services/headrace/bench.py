@@ -34,8 +34,9 @@ import grpc
 from headrace.client import Client, ClientError, GenerateOptions, error_of, generate_request
 from headrace.config import split_address
 from headrace.errors import ConfigError, HeadraceError
-from headrace.serving import CHANNEL_OPTIONS
+from headrace.serving import CHANNEL_OPTIONS, channel
 from headrace.sse import Connection, EventParser, HttpError
+from headrace.tls import ClientTls
 
 #: In an open loop requests pile up when the server falls behind; past this many, arrivals are counted and not sent.
 MAX_OPEN_REQUESTS = 4096
@@ -79,6 +80,8 @@ class Plan:
     use_cache: bool = False
     #: A request that takes longer is given up, as error "timeout".
     timeout_s: float = 600.0
+    #: For grpcs:// and https:// targets, and for those without a scheme; None = the public authorities, and plain text.
+    tls: ClientTls | None = None
 
     def __post_init__(self) -> None:
         bounds: tuple[tuple[str, float | None, float], ...] = (
@@ -164,12 +167,12 @@ class Target(Protocol):
 class GrpcTarget:
     """The native gRPC API."""
 
-    def __init__(self, plan: Plan, address: str) -> None:
+    def __init__(self, plan: Plan, address: str, tls: ClientTls | None = None) -> None:
         self._plan = plan
         wanted = math.ceil(plan.clients / _CALLS_PER_CHANNEL)
         # Without a pool of its own each channel would share one connection.
         options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-        self._channels = [grpc.aio.insecure_channel(address, options) for _ in range(min(wanted, _MAX_CHANNELS))]
+        self._channels = [channel(address, tls, options) for _ in range(min(wanted, _MAX_CHANNELS))]
         self._clients = [Client(channel=channel) for channel in self._channels]
         self._turn = 0
         self._model = plan.model
@@ -220,8 +223,8 @@ class GrpcTarget:
             sample.fail("incomplete", "the stream ended without a finish")
 
     async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close(None)
+        for each in self._channels:
+            await each.close(None)
 
 
 def _take_message(message: Any, now_s: float, sample: Sample) -> None:
@@ -242,11 +245,13 @@ def _take_message(message: Any, now_s: float, sample: Sample) -> None:
 class HttpTarget:
     """``/v1/completions`` or ``/v1/chat/completions`` as a stream of server-sent events."""
 
-    def __init__(self, plan: Plan, host: str, port: int, path: str) -> None:
+    def __init__(self, plan: Plan, host: str, port: int, path: str, tls: ClientTls | None = None) -> None:
         self._plan = plan
         self._host = host
         self._port = port
         self._base = path
+        self._tls = tls
+        self._context = tls.ssl_context() if tls is not None else None
         self._model = plan.model
         #: Connections between requests. Never more than requests were open at once.
         self._idle: list[Connection] = []
@@ -276,7 +281,8 @@ class HttpTarget:
                 text = await connection.body()
         except (HttpError, OSError, TimeoutError) as error:
             await self._drop(connection)
-            raise BenchError(f"http://{self._host}:{self._port}{path}: {_reason(error)}") from error
+            scheme = "http" if self._tls is None else "https"
+            raise BenchError(f"{scheme}://{self._host}:{self._port}{path}: {_reason(error)}") from error
         self._idle.append(connection)
         return connection.response.status, _json(text)
 
@@ -338,7 +344,8 @@ class HttpTarget:
     def _take(self) -> Connection:
         if self._idle:
             return self._idle.pop()
-        connection = Connection(self._host, self._port)
+        name = self._tls.server_name if self._tls is not None else ""
+        connection = Connection(self._host, self._port, tls=self._context, server_name=name)
         self._all.add(connection)
         return connection
 
@@ -404,19 +411,27 @@ def _reason(error: BaseException) -> str:
 
 
 def make_target(plan: Plan) -> Target:
-    """The target that an address names: ``grpc://host:port`` (or just ``host:port``) or ``http://host:port[/path]``."""
+    """The target that an address names: ``grpc://host:port`` (or just ``host:port``) or ``http://host:port[/path]``.
+
+    ``grpcs`` and ``https`` speak TLS.
+    """
     scheme, separator, _ = plan.target.partition("://")
     if not separator:
-        scheme = "grpc"
+        scheme = "grpc" if plan.tls is None else "grpcs"
     url = urllib.parse.urlsplit(plan.target if separator else f"grpc://{plan.target}")
-    if scheme == "grpc":
+    if scheme not in ("grpc", "grpcs", "http", "https"):
+        raise ConfigError(
+            f"--target: expected grpc://host:port or http://host:port (with TLS grpcs, https), got {plan.target!r}"
+        )
+    tls = (plan.tls or ClientTls()) if scheme.endswith("s") else None
+    if scheme.startswith("grpc"):
         split_address(url.netloc, "--target")
-        return GrpcTarget(plan, url.netloc)
-    if scheme != "http":
-        raise ConfigError(f"--target: expected grpc://host:port or http://host:port, got {plan.target!r}")
-    host, port = split_address(url.netloc if ":" in url.netloc.rpartition("]")[2] else f"{url.netloc}:80", "--target")
+        return GrpcTarget(plan, url.netloc, tls)
+    usual_port = 80 if tls is None else 443
+    has_port = ":" in url.netloc.rpartition("]")[2]
+    host, port = split_address(url.netloc if has_port else f"{url.netloc}:{usual_port}", "--target")
     # SDKs are given the address with /v1; it comes with the paths here.
-    return HttpTarget(plan, host, port, url.path.rstrip("/").removesuffix("/v1"))
+    return HttpTarget(plan, host, port, url.path.rstrip("/").removesuffix("/v1"), tls)
 
 
 _WORD_TEXT = """

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from headrace.client import Client, ClientError, Delta, GenerateOptions, Usage
 from headrace.terminal import harmless, show_error, stderr
+from headrace.tls import ClientTls
 
 _HELP = "/reset forgets what was said, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
@@ -35,6 +36,8 @@ class Settings:
     seed: int | None = None
     #: Tell counts and times after each answer, on standard error.
     stats: bool = False
+    #: None = plain text.
+    tls: ClientTls | None = None
 
     def options(self) -> GenerateOptions:
         """For the client."""
@@ -101,7 +104,7 @@ class Chat:
     async def answer(self, prompt: str) -> None:
         """Ask and print. Raises ClientError after what had arrived; what was printed is kept in any case."""
         if self._client is None:
-            self._client = Client(self.settings.target)
+            self._client = Client(self.settings.target, tls=self.settings.tls)
         options = self.settings.options()
         options["messages"] = self.conversation.asked(prompt)
         options["session_id"] = self.conversation.session_id

@@ -30,6 +30,7 @@ from headrace import __version__
 
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.tls import ClientTls
 
 app = typer.Typer(
     help="An LLM serving mesh: one door for many engines.",
@@ -46,6 +47,25 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key. May be repeated.")
+]
+ClientConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", envvar="HEADRACE_CONFIG", help="The mesh's TOML file, for its [tls].", show_default="none"
+    ),
+]
+Authority = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca", metavar="FILE", help="TLS: who may have issued the server's certificate.", show_default="public ones"
+    ),
+]
+Certificate = Annotated[
+    Path | None,
+    typer.Option("--cert", metavar="FILE", help="TLS: certificate to show to the server.", show_default="none"),
+]
+Key = Annotated[
+    Path | None, typer.Option("--key", metavar="FILE", help="TLS: its private key.", show_default="the --cert file")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what went wrong.")]
@@ -78,6 +98,22 @@ def _load(path: Path | None, overrides: list[str] | None) -> Config:
     from headrace import config
 
     return config.load(path, overrides or ())
+
+
+def _client_tls(
+    target: str, config: Path | None, authority: Path | None, certificate: Path | None, key: Path | None
+) -> ClientTls | None:
+    """How to speak TLS at the target, unless its scheme says plain text; None when nothing asks for it."""
+    from headrace.errors import ConfigError
+    from headrace.tls import ClientTls
+
+    if key is not None and certificate is None:
+        raise ConfigError("--key: needs --cert")
+    given = authority is not None or certificate is not None
+    if given and target.startswith(("grpc://", "http://")):
+        raise ConfigError(f"--target: {target} is plain text, without TLS; use grpcs:// or https://")
+    configured = ClientTls.of(_load(config, None).tls) if config is not None else None
+    return (configured or ClientTls()).but(authority, certificate, key) if given else configured
 
 
 @app.command()
@@ -167,7 +203,9 @@ def chat(
     prompt: Annotated[
         str | None, typer.Argument(help="What to say; '-' reads it from standard input.", show_default="a dialogue")
     ] = None,
-    target: Annotated[str, typer.Option(help="The router's native gRPC API.")] = "127.0.0.1:8081",
+    target: Annotated[
+        str, typer.Option(help="The router's native gRPC API; grpcs://HOST:PORT with TLS.")
+    ] = "127.0.0.1:8081",
     model: Annotated[str, typer.Option(help="Model to ask.", show_default="the first listed")] = "",
     system: Annotated[str, typer.Option(help="System message.", show_default="none")] = "",
     max_tokens: Annotated[
@@ -178,19 +216,23 @@ def chat(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats an answer.", show_default="random")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Tell tokens and times after each answer.")] = False,
+    config: ClientConfigFile = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: Key = None,
 ) -> None:
     """Ask a model, and see the answer as it is made.
 
     Without a prompt this is a dialogue, or, when standard input is a pipe or a file, the answer to what that says.
     """
     from headrace import chat as talking
-    from headrace.client import ClientError
+    from headrace.client import ClientError, grpc_target
     from headrace.config import split_address
     from headrace.errors import ConfigError
 
-    target = target.removeprefix("grpc://")
+    target, tls = grpc_target(target, _client_tls(target, config, authority, certificate, key))
     split_address(target, "--target")
-    settings = talking.Settings(target, model, system, max_tokens, temperature, seed, stats)
+    settings = talking.Settings(target, model, system, max_tokens, temperature, seed, stats, tls)
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         prompt = _standard_input()
     try:
@@ -218,7 +260,9 @@ def _standard_input() -> str:
 
 @app.command()
 def bench(
-    target: Annotated[str, typer.Option(help="grpc://HOST:PORT or http://HOST:PORT.")] = "grpc://127.0.0.1:8081",
+    target: Annotated[
+        str, typer.Option(help="grpc://HOST:PORT or http://HOST:PORT; with TLS grpcs or https.")
+    ] = "grpc://127.0.0.1:8081",
     concurrency: Annotated[
         int | None, typer.Option(help="Requests at once; with --rate the most.", show_default="8, or 4096")
     ] = None,
@@ -238,6 +282,10 @@ def bench(
     as_chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
     use_cache: Annotated[bool, typer.Option("--use-cache", help="Let the response cache answer.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600.0,
+    config: ClientConfigFile = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: Key = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -262,6 +310,7 @@ def bench(
         temperature=temperature,
         use_cache=use_cache,
         timeout_s=timeout,
+        tls=_client_tls(target, config, authority, certificate, key),
     )
 
     async def run() -> load.Report:

@@ -31,7 +31,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from headrace.errors import HeadraceError
-from headrace.serving import CHANNEL_OPTIONS
+from headrace.serving import channel as open_channel
+from headrace.tls import ClientTls
 from headrace.v1 import router_pb2, router_pb2_grpc, types_pb2
 
 #: How much longer than its deadline a call may take: the router ends it at the deadline with the partial answer and the
@@ -339,17 +340,34 @@ class Generation:
             self._call.cancel()
 
 
+def grpc_target(target: str, tls: ClientTls | None) -> tuple[str, ClientTls | None]:
+    """host:port, and how to speak TLS there: the target's scheme decides, and without one whether ``tls`` is given."""
+    scheme, separator, address = target.partition("://")
+    if separator and scheme == "grpcs":
+        return address, tls if tls is not None else ClientTls()
+    return (address, None) if separator and scheme == "grpc" else (target, tls)
+
+
 class Client:
     """A connection to a router's native gRPC API. Use it from one event loop; calls run side by side on it.
 
     The connection is made at the first call and made again when it breaks.
     """
 
-    def __init__(self, target: str = "127.0.0.1:8081", *, channel: grpc.aio.Channel | None = None) -> None:
-        """``target`` is host:port. A ``channel`` given is used instead, and left open."""
-        self.target = target.removeprefix("grpc://")
+    def __init__(
+        self,
+        target: str = "127.0.0.1:8081",
+        *,
+        tls: ClientTls | None = None,
+        channel: grpc.aio.Channel | None = None,
+    ) -> None:
+        """``target`` is host:port: in plain text after ``grpc://``, with TLS after ``grpcs://``, else as ``tls`` says.
+
+        A ``channel`` given is used instead, and left open. Raises ConfigError when files of ``tls`` cannot be used.
+        """
+        self.target, tls = grpc_target(target, tls)
         self._owns_channel = channel is None
-        self._channel = channel if channel is not None else grpc.aio.insecure_channel(self.target, CHANNEL_OPTIONS)
+        self._channel = channel if channel is not None else open_channel(self.target, tls)
         #: The generated stub, for callers that count every microsecond.
         self.stub: Any = router_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._default_model = ""

@@ -221,6 +221,25 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True)
+class TlsConfig:
+    """TLS. With the three files, every link is mutual TLS and the router's doors speak TLS; without: plain text."""
+
+    certificate: str = setting(
+        "", "PEM file: this service's certificate, then those up to its authority; empty = no TLS"
+    )
+    key: str = setting("", "PEM file: its private key, not encrypted")
+    authority: str = setting("", "PEM file: the authorities whose certificates are trusted, in peers and in clients")
+    server_name: str = setting("", "name that peers' certificates must carry; empty = the host of their address")
+    doors: bool = setting(True, "TLS at the router's HTTP and gRPC doors too, with the same certificate")
+    client_certificates: bool = setting(False, "clients must show a certificate of the authority at the doors")
+
+    @property
+    def on(self) -> bool:
+        """Whether there is TLS at all."""
+        return bool(self.certificate)
+
+
+@dataclass(frozen=True)
 class Config:
     """All services' configuration."""
 
@@ -230,6 +249,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
 
     def model(self, name: str) -> ModelConfig:
         """The model of that name. Raises ConfigError when there is none."""
@@ -338,6 +358,16 @@ def _check(config: Config) -> None:
     endpoint = config.telemetry.otlp_endpoint
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"telemetry.otlp_endpoint: expected http://host:port or https://host:port, got {endpoint!r}")
+    _check_tls(config.tls)
+
+
+def _check_tls(tls: TlsConfig) -> None:
+    """All of it or nothing: who asks for a part must not get plain text."""
+    files = {name: getattr(tls, name) for name in ("certificate", "key", "authority")}
+    if any(files.values()) and (missing := [name for name, path in files.items() if not path]):
+        raise ConfigError(f"tls.{missing[0]}: must not be empty when another of {', '.join(files)} is set")
+    if tls.client_certificates and not (tls.on and tls.doors):
+        raise ConfigError("tls.client_certificates: needs TLS at the doors (tls.certificate and tls.doors)")
 
 
 def _check_listeners(section: str, values: Any) -> None:

@@ -28,7 +28,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Sequence
 from types import FrameType
 from typing import Any, Generic, Self, TypeVar
 
@@ -40,6 +40,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from headrace import metrics
 from headrace.config import TelemetryConfig
 from headrace.errors import ConfigError, HeadraceError
+from headrace.tls import ChannelTls, Tls, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     # Links are one stream each; people and probes need a few more.
     ("grpc.max_concurrent_streams", 4096),
+    # A peer that connects and says nothing is hung up on.
+    ("grpc.server_handshake_timeout_ms", 15_000),
     # With it, two processes could share a port without either noticing.
     ("grpc.so_reuseport", 0),
 )
@@ -83,9 +86,13 @@ _STOP_GRACE_S = 0.5
 T = TypeVar("T")
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    """A channel to another service of the mesh."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def channel(
+    address: str, tls: ChannelTls | None = None, options: Sequence[tuple[str, Any]] = CHANNEL_OPTIONS
+) -> grpc.aio.Channel:
+    """A channel to another service of the mesh; in plain text without ``tls``. Raises ConfigError."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=(*options, *tls.channel_options()))
 
 
 def configure_logging(telemetry: TelemetryConfig) -> None:
@@ -169,12 +176,18 @@ class Service:
         metrics_address: str = "",
         registry: CollectorRegistry | None = None,
         address_key: str = "",
+        tls: Tls | None = None,
     ) -> None:
-        """``address_key`` is how error messages call the address's setting; by default ``NAME.address``."""
+        """``address_key`` is how error messages call the address's setting; by default ``NAME.address``.
+
+        With ``tls`` only peers with a certificate of the authority are served, and the certificates are watched; the
+        metrics pages are plain HTTP all the same.
+        """
         self.name = name
         self.registry = registry if registry is not None else metrics.new_registry()
         self.ready = False
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._tls = tls
         self._key = address_key or f"{name}.address"
         self._wanted = address
         self._wanted_metrics = metrics_address
@@ -217,13 +230,26 @@ class Service:
         except BaseException:
             await self.stop(0.0)
             raise
+        if self._tls is not None:
+            self.spawn(self._tls.watch(), "certificates")
+        elif not is_loopback(split_address(self._wanted, self._key)[0]):
+            log.warning(
+                "%s: %s can be reached from other machines in plain text and by anybody; [tls] in the configuration "
+                "changes that",
+                self._key,
+                self.address,
+            )
 
     async def _bind(self) -> int:
         host, port = split_address(self._wanted, self._key)
         # Asked with a socket of our own first: its error says what is wrong, gRPC's only that something is.
         await _check_can_bind(host, port, self._key)
         try:
-            bound = self.server.add_insecure_port(join_address(host, port))
+            where = join_address(host, port)
+            if self._tls is None:
+                bound = self.server.add_insecure_port(where)
+            else:
+                bound = self.server.add_secure_port(where, self._tls.server_credentials())
         except RuntimeError as error:
             raise ConfigError(f"{self._key}: cannot listen on {self._wanted}: {error}") from error
         if bound == 0:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -207,9 +208,12 @@ class EventParser:
 class Connection:
     """One socket to one server; one request at a time. It connects when needed and again when it was closed."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None, server_name: str = "") -> None:
+        """In plain text without ``tls``. ``server_name``: expected in the server's certificate instead of the host."""
         self._host = host
         self._port = port
+        self._tls = tls
+        self._server_name = (server_name or host) if tls is not None else None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._first = b""
@@ -231,7 +235,9 @@ class Connection:
             # server may have read it.
             await self.close()
         if self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=_READ_BYTES)
+            self._reader, self._writer = await asyncio.open_connection(
+                self._host, self._port, limit=_READ_BYTES, ssl=self._tls, server_hostname=self._server_name
+            )
         self.response = ResponseParser()
         self._writer.write("\r\n".join((*head, "", "")).encode() + body)
         await self._writer.drain()

@@ -115,14 +115,16 @@ class UpView:
 
 def _words(mesh: Mesh) -> str:
     body = f'{{"model": "{mesh.model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+    # Where TLS is on, whoever asks also needs --ca (curl: --cacert), and --cert and --key where clients must show them.
+    scheme, trust, ca = ("https", " --cacert CA.pem", " --ca CA.pem") if mesh.tls else ("http", "", "")
     target = "" if mesh.grpc == "127.0.0.1:8081" else f" --target {mesh.grpc}"
     return (
         f"\nheadrace is up, serving {mesh.model} with {len(mesh.workers)} worker(s)\n"
-        f"  OpenAI HTTP  http://{mesh.http}/v1\n"
+        f"  OpenAI HTTP  {scheme}://{mesh.http}/v1\n"
         f"  native gRPC  {mesh.grpc}\n"
         f"  logs         {mesh.logs}\n\n"
-        f'  headrace chat{target} "Hello!"\n'
-        f"  curl -N http://{mesh.http}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f'  headrace chat{target}{ca} "Hello!"\n'
+        f"  curl -N{trust} {scheme}://{mesh.http}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
     )
 
 

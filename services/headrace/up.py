@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -34,8 +35,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from headrace import config as configuration
+from headrace import tls as certificates
 from headrace.config import Config, ModelConfig, split_address
 from headrace.errors import ConfigError, HeadraceError
+from headrace.tls import ClientTls
 
 #: The environment variable by which a child knows whom not to outlive.
 PARENT_PID = "HEADRACE_PARENT_PID"
@@ -96,6 +99,8 @@ class Mesh:
     workers: tuple[Mapping[str, str], ...]
     model: str
     logs: Path
+    #: The doors speak TLS.
+    tls: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """For the ready line."""
@@ -504,7 +509,8 @@ class Supervisor:
         self._reporter = reporter
         self._command = command
         self._prepare = prepare
-        self._probe = probe if probe is not None else workers_seen
+        self._tls = ClientTls.of(plan.config.tls)
+        self._probe = probe if probe is not None else functools.partial(workers_seen, tls=self._tls)
         self._children: dict[str, Child] = {}
         self._keepers: set[asyncio.Task[None]] = set()
         self._restarts = 0
@@ -517,6 +523,7 @@ class Supervisor:
     async def run(self) -> None:
         """Up, until told to stop, and down again. Raises HeadraceError when it can't be brought up."""
         check_ports(self._plan.config)
+        certificates.load(self._plan.config.tls)
         with _folder(self._plan.log_dir) as (self._folder, keep_folder):
             try:
                 await self._race(self._bring_up())
@@ -565,6 +572,7 @@ class Supervisor:
                 workers=tuple({key: value for key, value in worker.items() if key != "ready"} for worker in workers),
                 model=config.worker.model,
                 logs=self._folder,
+                tls=self._tls is not None,
             )
         )
 
@@ -731,11 +739,11 @@ def _folder(log_dir: Path | None) -> Iterator[tuple[Path, Callable[[], None]]]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-async def workers_seen(address: str, model: str, count: int) -> None:
+async def workers_seen(address: str, model: str, count: int, tls: ClientTls | None = None) -> None:
     """Wait until the router sees so many ready workers of this model."""
     from headrace.client import Client, ClientError
 
-    async with Client(address) as client:
+    async with Client(address, tls=tls) as client:
         while True:
             with contextlib.suppress(ClientError):
                 for listed in await client.list_models():

@@ -21,6 +21,8 @@ from typing import Any
 
 import grpc
 
+from headrace.config import TlsConfig
+from headrace.tls import load as load_tls
 from headrace.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -142,8 +144,12 @@ class Mesh:
         cache: dict[str, Any] | None = None,
         worker: dict[str, Any] | None = None,
         otlp_endpoint: str = "",
+        tls: dict[str, Any] | None = None,
     ) -> None:
-        """`sources` are further models by name, as a configuration gives them; `worker` starts a real worker."""
+        """`sources` are further models by name, as a configuration gives them; `worker` starts a real worker.
+
+        `tls`: that table of the configuration. Scripted workers need it too, and a lab speaks plain text only.
+        """
         self.folder = folder
         self.models = {model.name: model for model in models}
         self._sources = sources or {}
@@ -161,6 +167,7 @@ class Mesh:
             "cache": {"address": "127.0.0.1:0", "metrics_address": "127.0.0.1:0"} | (cache or {}),
             "worker": worker or {},
             "telemetry": {"otlp_endpoint": otlp_endpoint, "log_level": "warning"},
+            "tls": tls or {},
         }
         self.processes: dict[str, Process] = {}
         self.ready: dict[str, dict[str, str]] = {}
@@ -177,7 +184,7 @@ class Mesh:
                 self.launch(name)
             for name in ("scheduler", "cache"):
                 self.ready[name] = self.processes[name].ready()
-            self.tap = SchedulerTap(self.scheduler)
+            self.tap = SchedulerTap(self.scheduler, load_tls(TlsConfig(**self._settings["tls"])))
             self.launch("router", scheduler=self.tap.address, cache=self.cache)
             self.ready["router"] = self.processes["router"].ready()
             if self._settings["worker"]:

@@ -30,7 +30,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from headrace.serving import CHANNEL_OPTIONS, SERVER_OPTIONS
+from headrace.serving import SERVER_OPTIONS
+from headrace.serving import channel as open_channel
+from headrace.tls import Tls
 from headrace.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.toy import ToyModel
 
@@ -381,8 +383,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         worker_id: str = "",
         slots: int = 1,
         heartbeats: bool = True,
+        tls: Tls | None = None,
     ) -> None:
         self.model = model
+        self.tls = tls
         self.bench = bench or Bench()
         self.worker_id = worker_id or f"scripted-{uuid.uuid4().hex[:8]}"
         self.instance_id = uuid.uuid4().hex
@@ -417,7 +421,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """Listens, and joins that scheduler when one is given."""
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        if self.tls is None:
+            port = self._server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = self._server.add_secure_port("127.0.0.1:0", self.tls.server_credentials())
         await self._server.start()
         self.door = Door("127.0.0.1", port)
         await self.door.open()
@@ -755,7 +762,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     # -- membership
 
     async def _join(self, scheduler: str) -> None:
-        async with grpc.aio.insecure_channel(scheduler, options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(scheduler, self.tls) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             while True:
                 heartbeat = asyncio.get_running_loop().create_future()

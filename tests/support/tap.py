@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from headrace.serving import CHANNEL_OPTIONS, SERVER_OPTIONS
+from headrace.tls import Tls
 from headrace.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 
@@ -46,14 +47,21 @@ class Books:
 class SchedulerTap:
     """Serves `Place` to routers in threads of its own, by asking the real scheduler."""
 
-    def __init__(self, scheduler: str) -> None:
+    def __init__(self, scheduler: str, tls: Tls | None = None) -> None:
         self.books = Books()
         self._lock = threading.Lock()
-        self._channel = grpc.insecure_channel(scheduler, options=CHANNEL_OPTIONS)
+        if tls is None:
+            self._channel = grpc.insecure_channel(scheduler, options=CHANNEL_OPTIONS)
+        else:
+            options = (*CHANNEL_OPTIONS, *tls.channel_options())
+            self._channel = grpc.secure_channel(scheduler, tls.channel_credentials(), options=options)
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self._server = grpc.server(ThreadPoolExecutor(8, "tap"), options=SERVER_OPTIONS)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(_Tapped(self), self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        if tls is None:
+            self.port = self._server.add_insecure_port("127.0.0.1:0")
+        else:
+            self.port = self._server.add_secure_port("127.0.0.1:0", tls.server_credentials())
         self._server.start()
 
     @property

@@ -29,6 +29,22 @@ pub struct PlaneConfig {
     pub settle_s: f64,
     pub models: Vec<ModelFolder>,
     pub telemetry: Telemetry,
+    /// None: everything in plain text.
+    #[serde(default)]
+    pub tls: Option<TlsConfig>,
+}
+
+/// The `[tls]` table.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct TlsConfig {
+    pub certificate: PathBuf,
+    pub key: PathBuf,
+    pub authority: PathBuf,
+    pub server_name: String,
+    pub doors: bool,
+    pub client_certificates: bool,
 }
 
 /// A model that clients can ask for.

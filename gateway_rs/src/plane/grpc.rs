@@ -23,6 +23,7 @@ use super::{
     model::Model,
     open::OpenRequest,
     server::incoming,
+    tls::Tls,
     Plane,
 };
 use crate::{
@@ -40,7 +41,7 @@ use crate::{
 };
 
 /// Serves until told to close, then lets open streams end.
-pub async fn serve(plane: Arc<Plane>, listener: TcpListener, closing: CancellationToken) {
+pub async fn serve(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tls>>, closing: CancellationToken) {
     let (reporter, health) = tonic_health::server::health_reporter();
     let watched = tokio::spawn(report_health(plane.clone(), reporter));
     let described = || {
@@ -64,10 +65,20 @@ pub async fn serve(plane: Arc<Plane>, listener: TcpListener, closing: Cancellati
         .add_service(health)
         .add_service(reflection)
         .add_service(reflection_alpha)
-        .add_service(inference)
-        .serve_with_incoming_shutdown(incoming(listener), closing.cancelled_owned());
+        .add_service(inference);
+    let closed = closing.clone().cancelled_owned();
+    let serving = async {
+        match tls {
+            Some(tls) => {
+                server
+                    .serve_with_incoming_shutdown(tls.incoming(listener, closing), closed)
+                    .await
+            }
+            None => server.serve_with_incoming_shutdown(incoming(listener), closed).await,
+        }
+    };
     tokio::select! {
-        result = server => if let Err(error) = result {
+        result = serving => if let Err(error) = result {
             log::warn(&format!("the gRPC server ended: {error}"));
         },
         () = plane.stopped() => {}

@@ -19,6 +19,7 @@ pub mod model;
 pub mod open;
 pub mod server;
 pub mod sse;
+pub mod tls;
 pub mod trace;
 
 use std::{

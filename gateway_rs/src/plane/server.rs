@@ -7,13 +7,18 @@ use std::{
     time::{Duration, Instant},
 };
 
+use axum::Router;
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
-    server::{conn::auto, graceful::GracefulShutdown},
+    server::{
+        conn::auto,
+        graceful::{GracefulShutdown, Watcher},
+    },
     service::TowerToHyperService,
 };
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::{
+    io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream},
     runtime::Runtime,
     task::JoinHandle,
@@ -21,7 +26,13 @@ use tokio::{
 use tokio_stream::StreamExt as _;
 use tokio_util::sync::CancellationToken;
 
-use super::{config::PlaneConfig, generation, grpc, http, log, model::Model, Plane};
+use super::{
+    config::PlaneConfig,
+    generation, grpc, http, links, log,
+    model::Model,
+    tls::{Entrance, Tls},
+    Plane,
+};
 
 /// Connections that wait to be accepted. A burst of a few thousand clients must not meet a full queue (the kernel caps it).
 const BACKLOG: i32 = 4096;
@@ -60,18 +71,31 @@ impl Server {
             .build()
             .map_err(|error| format!("cannot start threads: {error}"))?;
         let inside = runtime.enter();
+        let header_timeout = Duration::from_secs_f64(config.header_timeout_s);
+        let tls = config
+            .tls
+            .as_ref()
+            .map(|tls| Tls::load(tls, header_timeout))
+            .transpose()?;
+        let tls = tls.map(Arc::new);
+        let doors = tls.clone().filter(|_| config.tls.as_ref().is_some_and(|tls| tls.doors));
         let http = listen(&config.http_address)
             .map_err(|error| cannot_listen("router.http_address", &config.http_address, &error))?;
         let grpc = listen(&config.grpc_address)
             .map_err(|error| cannot_listen("router.grpc_address", &config.grpc_address, &error))?;
         let address = |listener: &TcpListener| listener.local_addr().map_err(|error| error.to_string());
         let (http_address, grpc_address) = (address(&http)?, address(&grpc)?);
+        links::use_tls(tls.clone());
         let plane = Plane::start(config, models)?;
         let closing = CancellationToken::new();
         let servers = vec![
-            tokio::spawn(serve_http(plane.clone(), http, closing.clone())),
-            tokio::spawn(grpc::serve(plane.clone(), grpc, closing.clone())),
+            tokio::spawn(serve_http(plane.clone(), http, doors.clone(), closing.clone())),
+            tokio::spawn(grpc::serve(plane.clone(), grpc, doors, closing.clone())),
         ];
+        if let Some(tls) = tls {
+            // Ends with the runtime.
+            tokio::spawn(tls.watch());
+        }
         drop(inside);
         Ok(Self {
             runtime,
@@ -131,7 +155,7 @@ fn listen(address: &str) -> io::Result<TcpListener> {
     TcpListener::from_std(socket.into())
 }
 
-async fn serve_http(plane: Arc<Plane>, listener: TcpListener, closing: CancellationToken) {
+async fn serve_http(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tls>>, closing: CancellationToken) {
     let routes = http::routes(plane.clone());
     let mut builder = auto::Builder::new(TokioExecutor::new());
     let header_timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
@@ -162,18 +186,20 @@ async fn serve_http(plane: Arc<Plane>, listener: TcpListener, closing: Cancellat
             },
         };
         let watcher = graceful.watcher();
-        let (routes, builder, plane) = (routes.clone(), builder.clone(), plane.clone());
+        let (routes, builder, plane, tls) = (routes.clone(), builder.clone(), plane.clone(), tls.clone());
         tokio::spawn(async move {
             plane.metrics.connections.inc();
-            // Which protocol it is shows by the first bytes; until one has come no other timer runs.
-            let begun = tokio::time::timeout(header_timeout, stream.peek(&mut [0])).await;
-            if matches!(begun, Ok(Ok(bytes)) if bytes > 0) {
-                let service = TowerToHyperService::new(routes);
-                let connection = builder
-                    .serve_connection(TokioIo::new(prompt(stream)), service)
-                    .into_owned();
-                // A client's broken connection is its own affair.
-                let _ = watcher.watch(connection).await;
+            let stream = prompt(stream);
+            if let Some(tls) = tls {
+                if let Some(stream) = tls.accept(Entrance::Http, stream).await {
+                    serve_connection(stream, &builder, routes, watcher).await;
+                }
+            } else {
+                // Which protocol it is shows by the first bytes; until one has come no other timer runs.
+                let begun = tokio::time::timeout(header_timeout, stream.peek(&mut [0])).await;
+                if matches!(begun, Ok(Ok(bytes)) if bytes > 0) {
+                    serve_connection(stream, &builder, routes, watcher).await;
+                }
             }
             plane.metrics.connections.dec();
         });
@@ -185,8 +211,18 @@ async fn serve_http(plane: Arc<Plane>, listener: TcpListener, closing: Cancellat
     }
 }
 
+async fn serve_connection<S>(stream: S, builder: &auto::Builder<TokioExecutor>, routes: Router, watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let service = TowerToHyperService::new(routes);
+    let connection = builder.serve_connection(TokioIo::new(stream), service).into_owned();
+    // A client's broken connection is its own affair.
+    let _ = watcher.watch(connection).await;
+}
+
 /// A token must not wait for the next one: without this, the first of an answer waits 40 ms for the client's ACK.
-fn prompt(stream: TcpStream) -> TcpStream {
+pub fn prompt(stream: TcpStream) -> TcpStream {
     if let Err(error) = stream.set_nodelay(true) {
         log::warn(&format!("TCP_NODELAY: {error}"));
     }

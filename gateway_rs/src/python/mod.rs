@@ -3,6 +3,7 @@
 
 mod router;
 mod text;
+mod tls;
 mod tokenizer;
 
 use pyo3::prelude::*;
@@ -12,5 +13,6 @@ use pyo3::prelude::*;
 fn _gateway(module: &Bound<'_, PyModule>) -> PyResult<()> {
     router::register(module)?;
     text::register(module)?;
+    tls::register(module)?;
     tokenizer::register(module)
 }

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace import serving, tracing
+from headrace import serving, tls, tracing
 from headrace.cache import prefixes, responses
 from headrace.config import CacheConfig, Config
 from headrace.serving import Outbox, StreamError, exchange
@@ -336,7 +336,8 @@ async def run(config: Config) -> None:
     serving.configure_logging(config.telemetry)
     tracing.setup("cache", config.telemetry)
     own = config.cache
-    service = serving.Service("cache", own.address, metrics_address=own.metrics_address)
+    certificates = tls.load(config.tls)
+    service = serving.Service("cache", own.address, metrics_address=own.metrics_address, tls=certificates)
     servicer = CacheService(own, service.registry)
     service.add(cache_pb2_grpc.add_CacheServiceServicer_to_server, servicer, FULL_NAME)
     await service.start()

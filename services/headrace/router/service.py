@@ -44,4 +44,6 @@ def plane_config(config: Config) -> str:
         for model in config.models
     ]
     settings["telemetry"] = dataclasses.asdict(config.telemetry)
+    if config.tls.on:
+        settings["tls"] = dataclasses.asdict(config.tls)
     return json.dumps(settings)

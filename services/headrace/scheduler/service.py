@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace import errors, metrics, serving, tracing
+from headrace import errors, metrics, serving, tls, tracing
 from headrace.config import Config, SchedulerConfig
 from headrace.scheduler import actions, events
 from headrace.scheduler.core import Core, Policy
@@ -485,7 +485,8 @@ async def run(config: Config) -> None:
     serving.configure_logging(config.telemetry)
     tracing.setup("scheduler", config.telemetry)
     own = config.scheduler
-    service = serving.Service("scheduler", own.address, metrics_address=own.metrics_address)
+    certificates = tls.load(config.tls)
+    service = serving.Service("scheduler", own.address, metrics_address=own.metrics_address, tls=certificates)
     servicer = SchedulerService(own, service.registry)
     service.add(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer, FULL_NAME)
     await service.start()

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 
 from headrace.serving import channel
+from headrace.tls import Tls
 from headrace.v1 import cache_pb2, cache_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from headrace.worker.blocks import BlockLog
 
@@ -46,29 +47,31 @@ class Backoff:
 async def _for_ever(
     name: str,
     address: str,
+    tls: Tls | None,
     once: Callable[[grpc.aio.Channel, Backoff], Awaitable[None]],
     leaving: Callable[[], bool] = lambda: False,
 ) -> None:
     backoff = Backoff()
     heard = True
-    async with channel(address) as link:
-        while not leaving():
-            try:
+    while not leaving():
+        try:
+            # A new one each time: a channel keeps the certificates that it was made with.
+            async with channel(address, tls) as link:
                 await once(link, backoff)
-                reason = "it closed the stream"
-            except grpc.aio.AioRpcError as failure:
-                reason = f"{failure.code().name}: {failure.details()}"
-            except asyncio.InvalidStateError as failure:
-                # The stream was closed under the writer.
-                reason = str(failure)
-            if leaving():
-                return
-            # Once for each time that it goes away, not once a try.
-            if heard:
-                log.warning("the %s at %s is away (%s); trying again", name, address, reason)
-            wait_s = backoff.next_s()
-            heard = wait_s <= 2 * _FIRST_BACKOFF_S
-            await asyncio.sleep(wait_s)
+            reason = "it closed the stream"
+        except grpc.aio.AioRpcError as failure:
+            reason = f"{failure.code().name}: {failure.details()}"
+        except asyncio.InvalidStateError as failure:
+            # The stream was closed under the writer.
+            reason = str(failure)
+        if leaving():
+            return
+        # Once for each time that it goes away, not once a try.
+        if heard:
+            log.warning("the %s at %s is away (%s); trying again", name, address, reason)
+        wait_s = backoff.next_s()
+        heard = wait_s <= 2 * _FIRST_BACKOFF_S
+        await asyncio.sleep(wait_s)
 
 
 class SchedulerLink:
@@ -80,11 +83,13 @@ class SchedulerLink:
         hello: Callable[[], scheduler_pb2.JoinHello],
         report: Callable[[], worker_pb2.Load],
         on_command: Callable[[scheduler_pb2.JoinResponse], None],
+        tls: Tls | None = None,
     ) -> None:
         self._address = address
         self._hello = hello
         self._report = report
         self._on_command = on_command
+        self._tls = tls
         self._changed = asyncio.Event()
         self._reported = asyncio.Event()
         self._joined = False
@@ -101,7 +106,7 @@ class SchedulerLink:
 
     async def run(self) -> None:
         """Never returns."""
-        await _for_ever("scheduler", self._address, self._once)
+        await _for_ever("scheduler", self._address, self._tls, self._once)
 
     async def _once(self, link: grpc.aio.Channel, backoff: Backoff) -> None:
         call = scheduler_pb2_grpc.SchedulerServiceStub(link).Join()  # type: ignore[no-untyped-call]
@@ -143,10 +148,13 @@ class SchedulerLink:
 class CacheLink:
     """Block events, from where the cache wants them on."""
 
-    def __init__(self, address: str, hello: Callable[[], cache_pb2.BlocksHello], blocks: BlockLog) -> None:
+    def __init__(
+        self, address: str, hello: Callable[[], cache_pb2.BlocksHello], blocks: BlockLog, tls: Tls | None = None
+    ) -> None:
         self._address = address
         self._hello = hello
         self._blocks = blocks
+        self._tls = tls
         self._grown = asyncio.Event()
         self._leaving = False
 
@@ -161,7 +169,7 @@ class CacheLink:
 
     async def run(self) -> None:
         """Returns only after ``leave``."""
-        await _for_ever("cache", self._address, self._once, lambda: self._leaving)
+        await _for_ever("cache", self._address, self._tls, self._once, lambda: self._leaving)
 
     async def _once(self, link: grpc.aio.Channel, backoff: Backoff) -> None:
         call = cache_pb2_grpc.CacheServiceStub(link).PublishBlocks()  # type: ignore[no-untyped-call]

@@ -28,10 +28,11 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace import metrics, models, serving, tracing
+from headrace import metrics, models, serving, tls, tracing
 from headrace.config import Config, ModelConfig, WorkerConfig
 from headrace.errors import ConfigError, EngineError, error
 from headrace.serving import Outbox, Service, StreamError, exchange
+from headrace.tls import Tls
 from headrace.v1 import cache_pb2, scheduler_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from headrace.worker.blocks import BlockLog
 from headrace.worker.engine import (
@@ -633,9 +634,10 @@ async def run(config: Config) -> None:
     # The engine's thread gives the interpreter away for a whole step and wants it back at once: 5 ms is half a step.
     sys.setswitchinterval(0.0005)
     try:
+        certificates = tls.load(config.tls)
         folder = await asyncio.to_thread(_prepare, model, needs_weights=worker.engine == "llama_cpp")
         engine = make_engine(worker, model, folder)
-        await _serve(worker, model.name, engine, began_s)
+        await _serve(worker, model.name, engine, certificates, began_s)
     finally:
         await asyncio.to_thread(tracing.shutdown)
 
@@ -652,11 +654,11 @@ def _prepare(model: ModelConfig, *, needs_weights: bool) -> models.ModelFolder:
     return models.prepare(model.source, model.quantization, weights=needs_weights, progress=progress)
 
 
-async def _serve(config: WorkerConfig, model: str, engine: Engine, began_s: float) -> None:
-    server = Service("worker", config.address, metrics_address=config.metrics_address)
+async def _serve(config: WorkerConfig, model: str, engine: Engine, certificates: Tls | None, began_s: float) -> None:
+    server = Service("worker", config.address, metrics_address=config.metrics_address, tls=certificates)
     servicer = WorkerService(config, engine, server.registry)
     server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, FULL_NAME)
-    scheduler, cache = _links(config, model, servicer, lambda: server.address, began_s)
+    scheduler, cache = _links(config, model, servicer, lambda: server.address, certificates, began_s)
     publishing: list[asyncio.Task[None]] = []
     await server.start()
 
@@ -701,6 +703,7 @@ def _links(
     model: str,
     servicer: WorkerService,
     address: Callable[[], str],
+    certificates: Tls | None,
     began_s: float,
 ) -> tuple[SchedulerLink | None, CacheLink | None]:
     def hello() -> scheduler_pb2.JoinHello:
@@ -730,8 +733,9 @@ def _links(
             next_sequence=servicer.blocks.next_sequence,
         )
 
-    scheduler = (
-        SchedulerLink(config.scheduler, hello, servicer.report, servicer.on_command) if config.scheduler else None
-    )
-    cache = CacheLink(config.cache, blocks_hello, servicer.blocks) if config.cache and config.prefix_cache else None
+    scheduler = cache = None
+    if config.scheduler:
+        scheduler = SchedulerLink(config.scheduler, hello, servicer.report, servicer.on_command, certificates)
+    if config.cache and config.prefix_cache:
+        cache = CacheLink(config.cache, blocks_hello, servicer.blocks, certificates)
     return scheduler, cache

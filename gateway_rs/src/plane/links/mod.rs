@@ -15,8 +15,10 @@ use std::{
 };
 
 use futures_core::Stream;
-use parking_lot::Mutex;
-use tonic::transport::{Channel, Endpoint};
+use parking_lot::{Mutex, RwLock};
+use tonic::transport::{Channel, Endpoint, Uri};
+
+use super::tls::Tls;
 
 /// Largest message on an internal link, both ways, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
@@ -144,17 +146,32 @@ impl<M> Stream for Outgoing<M> {
     }
 }
 
+/// How this process speaks to the others; None: in plain text. One for the process, as its certificate is.
+static TLS: RwLock<Option<Arc<Tls>>> = RwLock::new(None);
+
+/// Channels made from now on are such.
+pub fn use_tls(tls: Option<Arc<Tls>>) {
+    *TLS.write() = tls;
+}
+
 /// A lazily connected channel to `address` (`host:port`). Pings keep quiet connections open and find dead ones.
 pub fn channel(address: &str) -> Result<Channel, tonic::transport::Error> {
-    Ok(Endpoint::from_shared(format!("http://{address}"))?
+    let tls = TLS.read().clone();
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    let endpoint = Endpoint::from_shared(format!("{scheme}://{address}"))?
         .connect_timeout(Duration::from_secs(5))
         .tcp_nodelay(true)
         .http2_keep_alive_interval(Duration::from_secs(30))
         .keep_alive_timeout(Duration::from_secs(10))
         .keep_alive_while_idle(true)
         .initial_stream_window_size(4 * 1024 * 1024)
-        .initial_connection_window_size(8 * 1024 * 1024)
-        .connect_lazy())
+        .initial_connection_window_size(8 * 1024 * 1024);
+    let Some(tls) = tls else {
+        return Ok(endpoint.connect_lazy());
+    };
+    let address = address.to_owned();
+    let connect = tower::service_fn(move |_: Uri| tls.clone().connect(address.clone()));
+    Ok(endpoint.connect_with_connector_lazy(connect))
 }
 
 /// Waits between attempts to connect: doubling, with jitter so that a fleet does not come back in step.

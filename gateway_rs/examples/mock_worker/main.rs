@@ -10,10 +10,14 @@
 //!
 //!     mock_worker --scheduler 127.0.0.1:8082 --model smollm2-135m --token-id 28120 --interval-ms 20
 //!
+//! With `--mark TEXT` it also answers over plain HTTP (see `sse`).
+//!
 //! Commands come by stdin, one a line: `set KEY=VALUE ...`, `reset`, `dump FILE`; each is answered by a line. The end of
 //! stdin ends the process.
 
+#[path = "../common/mod.rs"]
 mod common;
+mod sse;
 
 use std::{
     collections::HashMap,
@@ -38,7 +42,10 @@ use tokio::{
     net::TcpListener,
     sync::{mpsc, oneshot},
 };
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_stream::{
+    wrappers::{ReceiverStream, TcpListenerStream},
+    StreamExt as _,
+};
 use tonic::{transport::Server, Request, Response, Status, Streaming};
 
 use common::{now_ns, say, Arguments, Failure};
@@ -83,6 +90,17 @@ struct Stamps {
 struct Log {
     requests: HashMap<u64, Stamps>,
     stamps: usize,
+}
+
+impl Log {
+    /// So many ids of a request leave now.
+    fn stamp(&mut self, seed: u64, ids: usize, at_ns: u64) {
+        if self.stamps < MAX_STAMPS {
+            self.stamps += ids;
+            let sent_ns = &mut self.requests.entry(seed).or_default().sent_ns;
+            sent_ns.resize(sent_ns.len() + ids, at_ns);
+        }
+    }
 }
 
 struct Mock {
@@ -253,11 +271,7 @@ impl Batch {
         let at = now_ns();
         let mut deltas = Vec::with_capacity(self.ready.len());
         for (delta, seed) in self.ready.drain(..) {
-            if log.stamps < MAX_STAMPS {
-                log.stamps += delta.ids.len();
-                let stamps = log.requests.entry(seed).or_default();
-                stamps.sent_ns.resize(stamps.sent_ns.len() + delta.ids.len(), at);
-            }
+            log.stamp(seed, delta.ids.len(), at);
             deltas.push(delta);
         }
         let mut load = self.mock.load.lock();
@@ -447,6 +461,7 @@ async fn main() -> Result<(), Failure> {
     let scheduler = arguments.take("scheduler", String::new())?;
     let worker_id = arguments.take("worker-id", "mock".to_owned())?;
     let token_id = arguments.take("token-id", 100)?;
+    let mark = arguments.take("mark", String::new())?;
     let description = description(&mut arguments)?;
     let mut pace = Pace {
         interval: Duration::ZERO,
@@ -475,20 +490,33 @@ async fn main() -> Result<(), Failure> {
     });
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?.to_string();
+    let http = TcpListener::bind("127.0.0.1:0").await?;
+    let http_address = http.local_addr()?;
+    if !mark.is_empty() {
+        tokio::spawn(sse::serve(mock.clone(), http, mark));
+    }
     if !scheduler.is_empty() {
         tokio::spawn(join(mock.clone(), scheduler, address.clone()));
     }
     let service = WorkerServiceServer::new(Door(mock.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
+    // A frame must not wait for the next one's sake.
+    let incoming = TcpListenerStream::new(listener).map(|accepted| {
+        accepted.and_then(|socket| {
+            socket.set_nodelay(true)?;
+            Ok(socket)
+        })
+    });
     let server = Server::builder()
-        .tcp_nodelay(true)
         .initial_stream_window_size(4 * 1024 * 1024)
         .initial_connection_window_size(8 * 1024 * 1024)
         .add_service(service);
-    tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+    tokio::spawn(server.serve_with_incoming(incoming));
     let (over, ended) = oneshot::channel();
     std::thread::spawn(move || over.send(obey(&mock)));
-    say(&format!(r#"{{"ready":"mock_worker","address":"{address}"}}"#))?;
+    say(&format!(
+        r#"{{"ready":"mock_worker","address":"{address}","http":"{http_address}"}}"#
+    ))?;
     ended.await?
 }

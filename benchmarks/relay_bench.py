@@ -1,0 +1,436 @@
+"""What the data plane costs: CPU of the router for each token, request and prompt, and how late a token is.
+
+In front: `load_client` (Rust, raw sockets, never the limit). Behind: `mock_worker` (Rust, speaks the worker's contract,
+never the limit). Between them the real services, each its own process: router, scheduler, cache. Both programs stamp
+every id by one clock, so the way of each single token is measured, and not an average of gaps.
+
+    PYTHONPATH=services python benchmarks/relay_bench.py                        # all cases, HTTP and gRPC
+    PYTHONPATH=services python benchmarks/relay_bench.py --cases stream1000 --ways floor,http --json
+    PYTHONPATH=services python benchmarks/relay_bench.py --ways floor,http,grpc,haproxy,smg
+
+The ways, in turns within a round:
+
+- `http`, `grpc`: through our router, by either door;
+- `contract`: the client straight at the mock by the worker's contract, `floor`: by HTTP, the mock writing to every
+  client itself. The floor's CPU is the mock's: what one write for each token and client costs on this kernel;
+- `haproxy`, `smg`: a peer in front of the mock's HTTP door, where it is installed (smg in `$HEADRACE_PEERS/smg`).
+
+CPU is user and system time of the process that the way is about, its idle use subtracted: the figure to believe on a
+shared machine, and best as a ratio to another way's in the same run. Latencies are of the machine of that minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesh import EXAMPLES, BenchError, Mesh, Process, build_examples, percentile
+
+from headrace import models
+from headrace._gateway import Tokenizer
+
+MODEL = "smollm2-135m"
+MARK = " hello"
+#: Longer prompts than the embedded model was made for: nobody computes them here.
+CONTEXT_TOKENS = 131_072
+CASE_TIMEOUT_S = 40.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load."""
+
+    meaning: str
+    streams: int
+    requests: int
+    tokens: int
+    interval_ms: float
+    tokens_per_frame: int = 1
+    #: Engines that step out of turn, all on one stream.
+    phases: int = 1
+    prompt_bytes: int = 0
+    temperature: float = 1.0
+    #: All requests have one seed, so that at temperature 0 they are one question.
+    one_question: bool = False
+    #: What the row is about: "token", "request" or "prompt".
+    unit: str = "token"
+
+
+CASES = {
+    "stream1": Case("one stream, 10 ms apart", 1, 12, 50, 10),
+    "stream32": Case("32 streams, 20 ms apart", 32, 128, 100, 20),
+    "stream1000": Case("1,000 streams, 100 ms apart, one engine", 1000, 1000, 60, 100),
+    "stream1000x20": Case("1,000 streams, 100 ms apart, 20 engines", 1000, 1000, 60, 100, phases=20),
+    "burst32": Case("32 streams, 16 tokens a frame, as fast as read", 32, 2048, 512, 0, tokens_per_frame=16),
+    "request32": Case("one-token requests, 60 B prompt", 32, 8000, 1, 0, unit="request"),
+    "cacheable32": Case(
+        "the same at temperature 0, all distinct: looked up and stored",
+        32,
+        4000,
+        1,
+        0,
+        temperature=0.0,
+        prompt_bytes=-60,
+        unit="request",
+    ),
+    "hit32": Case(
+        "one answer from the response cache", 32, 4000, 1, 0, temperature=0.0, one_question=True, unit="request"
+    ),
+    "prompt8": Case(
+        "one-token requests, 32 KB prompts, all distinct", 8, 400, 1, 0, prompt_bytes=32_000, unit="prompt"
+    ),
+    "prompt20": Case(
+        "one-token requests, 220 KB prompts, 20 at once", 20, 100, 1, 0, prompt_bytes=220_000, unit="prompt"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the client reaches the mock."""
+
+    #: The load client's protocol.
+    protocol: str
+    #: Whose CPU and memory the row is about.
+    process: str
+
+
+WAYS = {
+    "contract": Way("worker", "mock"),
+    "floor": Way("http", "mock"),
+    "http": Way("http", "router"),
+    "grpc": Way("grpc", "router"),
+    "haproxy": Way("http", "haproxy"),
+    "smg": Way("http", "smg"),
+}
+PEERS = Path(os.environ.get("HEADRACE_PEERS", Path.home() / ".cache/headrace-peers"))
+HAPROXY = """
+global
+ maxconn 9000
+ nbthread {threads}
+defaults
+ mode http
+ timeout connect 5s
+ timeout client 300s
+ timeout server 300s
+ http-reuse always
+ option http-no-delay
+frontend clients
+ bind 127.0.0.1:{port}
+ default_backend mock
+backend mock
+ server mock {mock}
+"""
+
+
+def english(size: int) -> str:
+    """Prose of that many bytes: the standard library's docstrings, so the same on every machine with this Python."""
+    parts, length = [], 0
+    for path in sorted(Path(json.__file__).parents[1].glob("*.py")):
+        text = "\n".join(path.read_text("utf-8", "ignore").split('"""')[1::2])
+        parts.append(text)
+        length += len(text)
+        if length >= size:
+            break
+    text = "\n".join(parts)
+    return (text * (size // len(text) + 1))[:size]
+
+
+def prompts(case: Case, folder: Path) -> list[str]:
+    """The client's option for this case's prompts: none for the 60 B one."""
+    if not case.prompt_bytes:
+        return []
+    size = abs(case.prompt_bytes)
+    file = folder / f"prompts-{case.prompt_bytes}.json"
+    if not file.exists():
+        text = english(2_000_000)
+        step = 7_000 if size > 1000 else 61
+        starts = ((index * step) % (len(text) - size) for index in range(case.requests))
+        file.write_text(json.dumps([f"{index} {text[start : start + size]}" for index, start in enumerate(starts)]))
+    return ["--prompts", str(file)]
+
+
+def model_folder(folder: Path) -> tuple[Path, int, str]:
+    """The embedded model's text side with a long context; the mark's id; the tokenizer's hash."""
+    source = models.prepare("embedded", weights=False)
+    made = folder / "model"
+    shutil.copytree(source.path, made, ignore=shutil.ignore_patterns("*.gguf"))
+    description = json.loads((made / "model.json").read_text())
+    description.pop("weights", None)
+    (made / "model.json").write_text(json.dumps(description | {"context_tokens": CONTEXT_TOKENS}))
+    ids = Tokenizer.from_file(made / "tokenizer.json").encode(MARK)
+    if len(ids) != 1:
+        raise BenchError(f"{MARK!r} is {len(ids)} ids in this vocabulary; one is needed")
+    return made, ids[0], source.tokenizer_sha256
+
+
+class Bench:
+    """A mesh with a mock worker, and one client at a time."""
+
+    def __init__(self, mesh: Mesh, ways: Sequence[str], threads: int) -> None:
+        self.mesh = mesh
+        self.threads = threads
+        folder, token_id, tokenizer_sha256 = model_folder(mesh.folder)
+        mesh.config.write_text(f"[[models]]\nname = {json.dumps(MODEL)}\nsource = {json.dumps(str(folder))}\n")
+        mesh.core(threads=threads)
+        self.mock = mesh.start(
+            "mock",
+            [
+                str(EXAMPLES / "mock_worker"),
+                *("--scheduler", mesh.scheduler, "--model", MODEL, "--token-id", str(token_id)),
+                *("--tokenizer-sha256", tokenizer_sha256, "--context-tokens", str(CONTEXT_TOKENS)),
+                *("--mark", MARK),
+            ],
+            talks=True,
+        )
+        self.addresses = {
+            "http": mesh.http,
+            "grpc": mesh.grpc,
+            "contract": str(mesh.ready["mock"]["address"]),
+            "floor": str(mesh.ready["mock"]["http"]),
+        }
+        for name in ways:
+            if name in ("haproxy", "smg"):
+                self.addresses[name] = self.start_peer(name)
+        self.ways = ways
+        self.seed = 1
+        self.idle: dict[str, float] = {}
+
+    def start_peer(self, name: str) -> str:
+        """A gateway of others in front of the mock's HTTP door; gives its address."""
+        port, other_port = free_port(), free_port()
+        mock = self.addresses["floor"]
+        if name == "haproxy":
+            file = self.mesh.folder / "haproxy.cfg"
+            file.write_text(HAPROXY.format(threads=self.threads, port=port, mock=mock))
+            command = [
+                shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin") or "haproxy",
+                "-db",
+                "-f",
+                str(file),
+            ]
+        else:
+            command = [
+                *(str(PEERS / "smg/bin/smg"), "launch", "--host", "127.0.0.1", "--port", str(port)),
+                *("--worker-urls", f"http://{mock}", "--policy", "round_robin", "--log-level", "warn"),
+                *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(other_port)),
+                *("--max-concurrent-requests", "8192"),
+            ]
+        try:
+            self.mesh.processes[name] = Process(name, command, self.mesh.folder / f"{name}.log")
+        except OSError as error:
+            raise BenchError(f"{name} is not installed: {error}") from error
+        return f"127.0.0.1:{port}"
+
+    def warm_up(self) -> None:
+        """Until every way answers; then what the processes use when nothing is asked of them."""
+        case = Case("", 4, 64, 8, 0)
+        until_s = time.monotonic() + 40
+        for way in self.ways:
+            while self.client(way, case, patient=True)[0]["failed"]:
+                if time.monotonic() > until_s:
+                    raise BenchError(f"{way} does not answer:\n{self.mesh.processes[WAYS[way].process].tail()}")
+                time.sleep(0.2)
+        began_s = time.monotonic()
+        with self.mesh.spent() as spent:
+            time.sleep(2.0)
+        self.idle = {name: cpu_s / (time.monotonic() - began_s) for name, cpu_s in spent.items()}
+
+    def client(self, way: str, case: Case, *, patient: bool = False) -> tuple[dict[str, Any], Path]:
+        """One run of the load client: its report and its stamps. A patient one takes no connection for a failure."""
+        self.mock.tell("reset")
+        self.mock.tell(
+            f"set interval_ms={case.interval_ms} tokens_per_frame={case.tokens_per_frame} phases={case.phases}"
+        )
+        stamps = self.mesh.folder / "client.stamps"
+        command = [
+            *(str(EXAMPLES / "load_client"), "--protocol", WAYS[way].protocol, "--address", self.addresses[way]),
+            *("--model", MODEL, "--streams", str(case.streams), "--requests", str(case.requests)),
+            *("--tokens", str(case.tokens), "--temperature", str(case.temperature), "--mark", MARK),
+            *("--first-seed", str(self.seed), "--timeout-s", str(CASE_TIMEOUT_S), "--stamps", str(stamps)),
+            *("--same-seed", str(case.one_question).lower()),
+            *prompts(case, self.mesh.folder),
+        ]
+        self.seed += case.requests
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=CASE_TIMEOUT_S + 30, check=False)
+        if ran.returncode and patient:
+            return {"failed": case.requests}, stamps
+        if ran.returncode:
+            raise BenchError(ran.stderr.strip())
+        report: dict[str, Any] = json.loads(ran.stdout)
+        return report, stamps
+
+    def measure(self, way: str, case: Case) -> dict[str, Any]:
+        """One case by one way."""
+        began_s = time.monotonic()
+        with self.mesh.spent() as spent:
+            report, stamps = self.client(way, case)
+        took_s = time.monotonic() - began_s
+        sent = self.mesh.folder / "mock.stamps"
+        self.mock.tell(f"dump {sent}")
+        count = max(1, report["tokens"] if case.unit == "token" else report["requests"])
+        cpu_us = {
+            name: max(0.0, cpu_s - self.idle.get(name, 0.0) * took_s) / count * 1e6 for name, cpu_s in spent.items()
+        }
+        return {
+            "way": way,
+            "unit": case.unit,
+            "requests": report["requests"],
+            "tokens": report["tokens"],
+            "failed": report["failed"],
+            "failures": report["failures"],
+            "wall_s": report["wall_s"],
+            "per_s": count / report["wall_s"],
+            "cpu_us": cpu_us,
+            "relay_cpu_us": cpu_us[WAYS[way].process],
+            "rss_mb": {name: process.rss_mb() for name, process in self.mesh.processes.items()},
+            **latencies(read_stamps(stamps), read_stamps(sent)),
+        }
+
+
+def read_stamps(file: Path) -> dict[int, list[int]]:
+    """By seed: the request's stamp, then each id's."""
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {int(row[0]): [int(word) for word in row[1:]] for row in rows}
+
+
+def latencies(client: dict[int, list[int]], mock: dict[int, list[int]]) -> dict[str, Any]:
+    """Microseconds, p50 and p99: client to worker, worker to client (each id), and sending to the first id."""
+    there, back, first = [], [], []
+    for seed, (asked, *came) in client.items():
+        if came:
+            first.append((came[0] - asked) / 1e3)
+        received, *left = mock.get(seed, [0])
+        if received:
+            there.append((received - asked) / 1e3)
+        if len(left) == len(came):
+            back += [(end - begin) / 1e3 for begin, end in zip(left, came, strict=True)]
+    return {
+        name: {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
+        for name, values in (("request_path_us", there), ("token_path_us", back), ("ttft_us", first))
+    }
+
+
+def free_port() -> int:
+    """A port that nobody has now, for programs that cannot say which one they got."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def combine(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The median of every figure over the rounds; failures are summed."""
+    first = rounds[0]
+    combined: dict[str, Any] = {}
+    for key, value in first.items():
+        if key == "failed":
+            combined[key] = sum(row[key] for row in rounds)
+        elif key == "failures":
+            combined[key] = [text for row in rounds for text in row[key]][:3]
+        elif isinstance(value, dict):
+            combined[key] = {part: statistics.median(row[key][part] for row in rounds) for part in value}
+        elif isinstance(value, int | float):
+            combined[key] = statistics.median(row[key] for row in rounds)
+        else:
+            combined[key] = value
+    return combined
+
+
+def chosen(option: str, text: str, known: dict[str, Any]) -> list[str]:
+    """The names in a list, all of them known."""
+    names = text.split(",")
+    unknown = ", ".join(name for name in names if name not in known)
+    if unknown:
+        raise BenchError(f"--{option}: no such {option}: {unknown} (there are: {', '.join(known)})")
+    return names
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = chosen("cases", arguments.cases, CASES)
+    ways = chosen("ways", arguments.ways, WAYS)
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with Mesh() as mesh:
+        bench = Bench(mesh, ways, arguments.threads)
+        bench.warm_up()
+        start_mb = {name: process.rss_mb() for name, process in mesh.processes.items()}
+        for _ in range(arguments.rounds):
+            for name in names:
+                for way in ways:
+                    row = bench.measure(way, CASES[name])
+                    rows.setdefault((name, way), []).append(row)
+                    if not arguments.json:
+                        show(name, row)
+        end_mb = {name: process.rss_mb() for name, process in mesh.processes.items()}
+        idle = bench.idle
+    table = [{"case": name, **combine(of_way)} for (name, _), of_way in rows.items()]
+    for row in table:
+        ours = rows[row["case"], row["way"]]
+        row["cpu_ratios"] = {
+            other: statistics.median(one["relay_cpu_us"] / max(its["relay_cpu_us"], 1e-3) for one, its in pairs)
+            for other in ways
+            if other != row["way"] and (pairs := list(zip(ours, rows[row["case"], other], strict=True)))
+        }
+    return {
+        "settings": vars(arguments),
+        "idle_cpu": idle,
+        "rss_mb": {"start": start_mb, "end": end_mb},
+        "rows": table,
+    }
+
+
+def show(name: str, row: dict[str, Any]) -> None:
+    first, path, cpu = row["ttft_us"], row["token_path_us"], row["cpu_us"]
+    print(
+        f"{name:14s} {row['way']:8s} {row['per_s']:8.0f} {row['unit']}s/s"
+        f"  CPU us/{row['unit']} {row['relay_cpu_us']:8.2f}"
+        f" (scheduler {cpu['scheduler']:6.1f}, cache {cpu['cache']:6.1f}, mock {cpu['mock']:6.2f})"
+        f"  TTFT us {first['p50']:7.0f} / {first['p99']:7.0f}  token path us {path['p50']:6.0f} / {path['p99']:6.0f}"
+        f"  {row['rss_mb'][WAYS[row['way']].process]:4.0f} MB"
+        + (f"  FAILED {row['failed']}: {row['failures']}" if row["failed"] else ""),
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="of: " + ", ".join(CASES))
+    parser.add_argument("--ways", default="contract,floor,http,grpc", help="of: " + ", ".join(WAYS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="of the router's data plane, and of haproxy")
+    parser.add_argument("--no-build", dest="build", action="store_false", help="take the Rust programs as they are")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        if arguments.build:
+            build_examples()
+        result = run(arguments)
+    except BenchError as error:
+        sys.exit(f"relay_bench: {error}")
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+        return
+    print(f"\nmedian of {arguments.rounds} rounds; p50 / p99")
+    for row in result["rows"]:
+        show(row["case"], row)
+    print("\nCPU of our router as a ratio to the others', median of the rounds' own ratios")
+    for row in result["rows"]:
+        if row["way"] in ("http", "grpc"):
+            ratios = "  ".join(f"{other} {ratio:.2f}" for other, ratio in row["cpu_ratios"].items())
+            print(f"{row['case']:14s} {row['way']:5s} {ratios}")
+    sizes = result["rss_mb"]
+    print("\nRSS MB, start and end:", {name: [round(sizes[at][name]) for at in sizes] for name in sizes["end"]})
+
+
+if __name__ == "__main__":
+    main()
