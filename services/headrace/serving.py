@@ -476,6 +476,8 @@ class Outbox(Generic[T]):
         self._wake = asyncio.Event()
         self._closed = False
         self._error: StreamError | None = None
+        #: Set when the bound was met.
+        self.overflowed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -495,6 +497,7 @@ class Outbox(Generic[T]):
                 full += f", of {self._bytes} bytes (limit {self.LIMIT_BYTES})"
             self._items.clear()
             self.close(StreamError(grpc.StatusCode.RESOURCE_EXHAUSTED, full))
+            self.overflowed.set()
             return False
         self._items.append(item)
         if self._size is not None:
@@ -553,20 +556,35 @@ async def exchange(
     # The peer's call returns with the headers, which would otherwise wait for the first message.
     await context.send_initial_metadata(())
     reader = asyncio.create_task(_read(requests, receive, outbox))
+    writer = asyncio.create_task(_write(context, outbox, encode))
+    overflow = asyncio.create_task(outbox.overflowed.wait())
     failure: StreamError | None = None
     try:
-        while (items := await outbox.take()) is not None:
-            await context.write(encode(items))
+        await asyncio.wait((writer, overflow), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((writer,), timeout=_STOP_GRACE_S if overflow.done() else None)
+        if not writer.done():
+            # Its write is blocked, and a status would queue behind what is not being read. This resets the stream.
+            log.warning("a peer does not read: its stream is cut")
+            raise asyncio.CancelledError
+        await writer
     except StreamError as error:
         failure = error
     finally:
         outbox.close()
-        reader.cancel()
-        # Its failures were passed on by the outbox already.
-        await asyncio.gather(reader, return_exceptions=True)
+        for task in (reader, writer, overflow):
+            task.cancel()
+        # Their failures were passed on already.
+        await asyncio.gather(reader, writer, overflow, return_exceptions=True)
     if failure is not None:
         # Not while the reader still reads: it would fail for it.
         await context.abort(failure.code, failure.details)
+
+
+async def _write(
+    context: grpc.aio.ServicerContext[Any, Any], outbox: Outbox[T], encode: Callable[[list[T]], Any]
+) -> None:
+    while (items := await outbox.take()) is not None:
+        await context.write(encode(items))
 
 
 async def _read(requests: AsyncIterable[Any], receive: Callable[[Any], None], outbox: Outbox[T]) -> None:

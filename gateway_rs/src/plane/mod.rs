@@ -38,6 +38,7 @@ use self::{
     links::{cache::Cache, scheduler::Scheduler, worker::Workers},
     metrics::Metrics,
     model::Model,
+    tls::Tls,
     trace::Tracing,
 };
 use crate::{
@@ -75,8 +76,8 @@ pub struct Plane {
 }
 
 impl Plane {
-    /// Opens the links; must be called inside the runtime.
-    pub fn start(config: PlaneConfig, models: Vec<Model>) -> Result<Arc<Self>, String> {
+    /// Opens the links, over TLS when there is one; must be called inside the runtime.
+    pub fn start(config: PlaneConfig, models: Vec<Model>, tls: Option<Arc<Tls>>) -> Result<Arc<Self>, String> {
         let telemetry = &config.telemetry;
         let tracing = Tracing::start(&telemetry.otlp_endpoint, telemetry.sample_ratio, telemetry.log_content)?;
         let model_names: Vec<String> = models.iter().map(|model| model.name.clone()).collect();
@@ -91,9 +92,9 @@ impl Plane {
         let accept = Box::new(move |description: &ModelDescription| same_tokenizer(&tokenizers, description));
         let router_id = config.router_id.clone();
         Ok(Arc::new(Self {
-            scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone()),
-            cache: (!config.cache.is_empty()).then(|| Cache::start(config.cache.clone())),
-            workers: Arc::new(Workers::new(router_id, config.max_unread_tokens, accept)),
+            scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone(), tls.clone()),
+            cache: (!config.cache.is_empty()).then(|| Cache::start(config.cache.clone(), tls.clone())),
+            workers: Arc::new(Workers::new(router_id, config.max_unread_tokens, accept, tls)),
             metrics: Metrics::default(),
             tracing,
             draining: AtomicBool::new(false),

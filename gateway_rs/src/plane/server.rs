@@ -28,7 +28,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     config::PlaneConfig,
-    generation, grpc, http, links, log,
+    generation, grpc, http, log,
     model::Model,
     tls::{Entrance, Tls},
     Plane,
@@ -85,8 +85,7 @@ impl Server {
             .map_err(|error| cannot_listen("router.grpc_address", &config.grpc_address, &error))?;
         let address = |listener: &TcpListener| listener.local_addr().map_err(|error| error.to_string());
         let (http_address, grpc_address) = (address(&http)?, address(&grpc)?);
-        links::use_tls(tls.clone());
-        let plane = Plane::start(config, models)?;
+        let plane = Plane::start(config, models, tls.clone())?;
         let closing = CancellationToken::new();
         let servers = vec![
             tokio::spawn(serve_http(plane.clone(), http, doors.clone(), closing.clone())),

@@ -106,8 +106,6 @@ class _RouterStream:
         self.router_id = ""
         self.greeted = False
         self.outbox: Outbox[_Frame] = Outbox(_MAX_UNREAD, batch=_DELTAS_IN_MESSAGE)
-        #: The router does not read.
-        self.overflow = asyncio.Event()
         self.requests: dict[int, _Open] = {}
 
 
@@ -307,24 +305,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         def receive(message: worker_pb2.RunRequest) -> None:
             self._from_router(stream, message)
 
-        talk = asyncio.create_task(
-            exchange(request_iterator, context, receive=receive, outbox=stream.outbox, encode=self._frame)
-        )
-        overflow = asyncio.create_task(stream.overflow.wait())
         try:
-            await asyncio.wait((talk, overflow), return_when=asyncio.FIRST_COMPLETED)
-            if not talk.done():
-                log.warning("router %s does not read: its stream is cut", stream.router_id)
-                # Not an abort: a status would queue behind what is not being read. This resets the stream.
-                raise asyncio.CancelledError
-            await talk
+            await exchange(request_iterator, context, receive=receive, outbox=stream.outbox, encode=self._frame)
         finally:
             self._streams.discard(stream)
             for open_ in list(stream.requests.values()):
                 self._abandon(open_)
-            for task in (talk, overflow):
-                task.cancel()
-            await asyncio.gather(talk, overflow, return_exceptions=True)
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -492,9 +478,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             message.prompt_logprobs.extend(_logprobs(each) for each in delta.prompt_logprobs)
         if delta.finish is not None:
             _fill_finish(message.finish, delta.finish)
-        outbox = open_.stream.outbox
-        if not outbox.closed and not outbox.put(message):
-            open_.stream.overflow.set()
+        open_.stream.outbox.put(message)
         if delta.finish is not None:
             open_.ended.add(delta.choice)
             self._metrics.finished[_OUTCOME_NAMES.get(delta.finish.outcome, "failed")] += 1

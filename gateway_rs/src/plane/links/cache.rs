@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 use super::{channel, Backoff, Outbox, MAX_MESSAGE_BYTES};
+use crate::plane::tls::Tls;
 use crate::proto::{
     cache_service_client::CacheServiceClient,
     lookup_request::{Ask, Fill},
@@ -24,6 +25,7 @@ use crate::proto::{
 /// This router's side of the `Lookup` stream.
 pub struct Cache {
     address: String,
+    tls: Option<Arc<Tls>>,
     outbox: Arc<Outbox<LookupRequest>>,
     next_ask: AtomicU64,
     /// None while there is no connection.
@@ -49,9 +51,10 @@ pub struct Lead {
 
 impl Cache {
     /// Starts the link.
-    pub fn start(address: String) -> Arc<Self> {
+    pub fn start(address: String, tls: Option<Arc<Tls>>) -> Arc<Self> {
         let cache = Arc::new(Self {
             address,
+            tls,
             outbox: Arc::new(Outbox::default()),
             next_ask: AtomicU64::new(1),
             asks: Mutex::new(None),
@@ -98,7 +101,7 @@ impl Cache {
     }
 
     async fn read(self: &Arc<Self>, backoff: &mut Backoff) -> Result<(), String> {
-        let channel = channel(&self.address).map_err(|error| error.to_string())?;
+        let channel = channel(&self.address, self.tls.as_ref()).map_err(|error| error.to_string())?;
         let mut client = CacheServiceClient::new(channel)
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);

@@ -15,7 +15,7 @@ use std::{
 };
 
 use futures_core::Stream;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use super::tls::Tls;
@@ -146,17 +146,9 @@ impl<M> Stream for Outgoing<M> {
     }
 }
 
-/// How this process speaks to the others; None: in plain text. One for the process, as its certificate is.
-static TLS: RwLock<Option<Arc<Tls>>> = RwLock::new(None);
-
-/// Channels made from now on are such.
-pub fn use_tls(tls: Option<Arc<Tls>>) {
-    *TLS.write() = tls;
-}
-
 /// A lazily connected channel to `address` (`host:port`). Pings keep quiet connections open and find dead ones.
-pub fn channel(address: &str) -> Result<Channel, tonic::transport::Error> {
-    let tls = TLS.read().clone();
+/// Without `tls` it speaks plain text.
+pub fn channel(address: &str, tls: Option<&Arc<Tls>>) -> Result<Channel, tonic::transport::Error> {
     let scheme = if tls.is_some() { "https" } else { "http" };
     let endpoint = Endpoint::from_shared(format!("{scheme}://{address}"))?
         .connect_timeout(Duration::from_secs(5))
@@ -169,7 +161,7 @@ pub fn channel(address: &str) -> Result<Channel, tonic::transport::Error> {
     let Some(tls) = tls else {
         return Ok(endpoint.connect_lazy());
     };
-    let address = address.to_owned();
+    let (address, tls) = (address.to_owned(), tls.clone());
     let connect = tower::service_fn(move |_: Uri| tls.clone().connect(address.clone()));
     Ok(endpoint.connect_with_connector_lazy(connect))
 }

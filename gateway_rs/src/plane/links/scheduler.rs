@@ -18,6 +18,7 @@ use tokio::sync::oneshot;
 use super::{channel, worker::Books, Backoff, Outbox, MAX_MESSAGE_BYTES};
 use crate::{
     error::{ApiError, ErrorCode},
+    plane::tls::Tls,
     proto::{
         place_request::Ask, placement::Answer, router_hello::RunningLease,
         scheduler_service_client::SchedulerServiceClient, FleetView, Grant, Outcome, PlaceRequest, PlaceResponse,
@@ -32,6 +33,7 @@ const AWAY: Duration = Duration::from_secs(5);
 pub struct Scheduler {
     router_id: String,
     address: String,
+    tls: Option<Arc<Tls>>,
     outbox: Arc<Outbox<PlaceRequest>>,
     next_ask: AtomicU64,
     state: Mutex<State>,
@@ -63,10 +65,11 @@ pub struct Lease {
 
 impl Scheduler {
     /// Starts the link.
-    pub fn start(router_id: String, address: String) -> Arc<Self> {
+    pub fn start(router_id: String, address: String, tls: Option<Arc<Tls>>) -> Arc<Self> {
         let scheduler = Arc::new(Self {
             router_id,
             address,
+            tls,
             outbox: Arc::new(Outbox::default()),
             next_ask: AtomicU64::new(1),
             state: Mutex::new(State {
@@ -149,7 +152,7 @@ impl Scheduler {
     }
 
     async fn read(self: &Arc<Self>, backoff: &mut Backoff) -> Result<(), String> {
-        let channel = channel(&self.address).map_err(|error| error.to_string())?;
+        let channel = channel(&self.address, self.tls.as_ref()).map_err(|error| error.to_string())?;
         let mut client = SchedulerServiceClient::new(channel)
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);

@@ -20,6 +20,7 @@ use parking_lot::Mutex;
 use tonic::Streaming;
 
 use super::{channel, scheduler::Lease, Outbox, MAX_MESSAGE_BYTES};
+use crate::plane::tls::Tls;
 use crate::proto::{
     worker_service_client::WorkerServiceClient, Cancel, ModelDescription, Outcome, RunHello, RunRequest, RunResponse,
     Submit, TokenDelta, Usage,
@@ -33,6 +34,7 @@ pub struct Workers {
     router_id: String,
     max_unread_tokens: usize,
     accept: Box<Accept>,
+    tls: Option<Arc<Tls>>,
     links: Mutex<HashMap<String, Arc<WorkerLink>>>,
 }
 
@@ -106,11 +108,12 @@ pub enum RunEnd {
 
 impl Workers {
     /// No links yet.
-    pub fn new(router_id: String, max_unread_tokens: usize, accept: Box<Accept>) -> Self {
+    pub fn new(router_id: String, max_unread_tokens: usize, accept: Box<Accept>, tls: Option<Arc<Tls>>) -> Self {
         Self {
             router_id,
             max_unread_tokens,
             accept,
+            tls,
             links: Mutex::default(),
         }
     }
@@ -158,7 +161,7 @@ impl Workers {
     }
 
     async fn read(&self, link: &Arc<WorkerLink>) -> Result<(), String> {
-        let channel = channel(&link.address).map_err(|error| error.to_string())?;
+        let channel = channel(&link.address, self.tls.as_ref()).map_err(|error| error.to_string())?;
         let mut client = WorkerServiceClient::new(channel)
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES);
