@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pty
 import signal
@@ -204,6 +205,14 @@ class Terminal:
         async with asyncio.timeout(TIMEOUT_S), self._changed:
             await self._changed.wait_for(lambda: there(self.seen))
 
+    async def interrupt_prompt(self, there: Callable[[str], bool]) -> None:
+        """Ctrl-C until it is noticed: between showing its prompt and waiting for a key, readline looks at no signal."""
+        while not there(self.seen):
+            self.type("\x03")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0), self._changed:
+                    await self._changed.wait_for(lambda: there(self.seen))
+
     async def start(self, router: FakeRouter, *arguments: str) -> asyncio.subprocess.Process:
         # The pseudo-terminal becomes the program's own, so that its Ctrl-C is a real one.
         code = (
@@ -257,8 +266,7 @@ async def test_a_dialogue_remembers_forgets_and_survives_an_interrupt() -> None:
 
         terminal.type("/reset\n")
         await terminal.until(lambda seen: "forgotten" in seen and seen.endswith("> "))
-        terminal.type("\x03")
-        await terminal.until(lambda seen: seen.count("> ") >= 7)
+        await terminal.interrupt_prompt(lambda seen: seen.count("> ") >= 7)
         terminal.type("three\n")
         await terminal.until(lambda seen: seen.count("Hello") == 3 and seen.endswith("> "))
         assert said(4) == ["three"]
