@@ -46,7 +46,7 @@ class Process:
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | {"PYTHONPATH": str(ROOT / "services")},
+                env=os.environ | {"PYTHONPATH": str(ROOT / "services"), "HEADRACE_PARENT_PID": str(os.getpid())},
                 start_new_session=True,
             )
 
@@ -118,6 +118,8 @@ class Mesh:
         self.ready: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Mesh:
+        # Told to end, this process leaves the `with` like any other time; and should it be killed, the services see it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -160,6 +160,7 @@ def start_mesh(mesh: Mesh, arguments: argparse.Namespace) -> Http:
         slots=arguments.slots,
         threads=arguments.threads,
         kv_tokens=arguments.kv_tokens,
+        prefix_cache=str(arguments.prefix_cache).lower(),
     )
     names = ("router", "scheduler", "cache", "worker")
     return Http(mesh.http, [mesh.processes[name] for name in names], {})
@@ -304,6 +305,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kv-tokens", type=int, default=16384)
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument(
+        "--no-prefix-cache", dest="prefix_cache", action="store_false", help="the worker keeps no KV of earlier prompts"
+    )
     parser.add_argument("--llama-server", default="", help="path of the program to run beside")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--be-the-loop", action="store_true", help=argparse.SUPPRESS)

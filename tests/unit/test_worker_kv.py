@@ -182,3 +182,18 @@ def test_the_least_recently_used_goes_first_from_its_end() -> None:
     assert kv.cached_blocks == 6
     assert use(old) == 2
     assert use(new) == 0
+
+
+def test_what_is_kept_for_reuse_is_bounded() -> None:
+    accounts = KvAccounts(64, 4, 16, hash_blocks=None, max_cached_blocks=3)
+    for start in range(0, 5000, 1000):
+        ids = list(range(start, start + 9))
+        lane = accounts.admit(ids, Scope(), reuse=True, headroom=0)
+        assert lane is not None
+        assert accounts.grow(lane, len(ids))
+        accounts.close(lane, ids, len(ids), keep=True)
+        assert accounts.cached_blocks <= 3
+    # The youngest stays: its two full blocks are found again.
+    again = accounts.admit([*range(4000, 4009), 1], Scope(), reuse=True, headroom=0)
+    assert again is not None
+    assert len(again.path) == 2

@@ -66,6 +66,8 @@ class Limits:
     max_waiting: int
     #: Sequences that the engine can tell apart; those beyond the slots hold blocks for reuse.
     lanes: int
+    #: Blocks held for reuse at most; None: whatever room there is.
+    max_cached_blocks: int | None = None
 
 
 @dataclass(slots=True)
@@ -210,7 +212,12 @@ class Composer:
         self.slots = limits.slots
         self.chunk_tokens = limits.chunk_tokens
         self.kv = KvAccounts(
-            limits.kv_blocks, limits.block_tokens, limits.lanes, hash_blocks=hash_blocks, keep=keep_prefixes
+            limits.kv_blocks,
+            limits.block_tokens,
+            limits.lanes,
+            hash_blocks=hash_blocks,
+            keep=keep_prefixes,
+            max_cached_blocks=limits.max_cached_blocks,
         )
         self._states: dict[int, _RequestState] = {}
         #: Both in order.

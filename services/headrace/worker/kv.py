@@ -94,9 +94,18 @@ class KvAccounts:
     """See the module's text."""
 
     def __init__(
-        self, total_blocks: int, block_tokens: int, lanes: int, *, hash_blocks: HashBlocks | None, keep: bool = True
+        self,
+        total_blocks: int,
+        block_tokens: int,
+        lanes: int,
+        *,
+        hash_blocks: HashBlocks | None,
+        keep: bool = True,
+        max_cached_blocks: int | None = None,
     ) -> None:
         self.total_blocks = total_blocks
+        #: Kept for reuse at most; None: whatever room there is.
+        self._max_cached_blocks = total_blocks if max_cached_blocks is None else max_cached_blocks
         self.block_tokens = block_tokens
         self._hash_blocks = hash_blocks
         #: Keep the blocks of finished sequences.
@@ -242,7 +251,12 @@ class KvAccounts:
         # Nothing to hold, or another lane holds all of it already.
         if not keep or not lane.path or len(lane.path[-1].lanes) > 1:
             self._drop(lane, running=True)
-            return
+        else:
+            self._hold(lane)
+        self._shed(self._max_cached_blocks)
+
+    def _hold(self, lane: Lane) -> None:
+        """The lane's blocks stay, as the youngest of those held for reuse."""
         for node in lane.path:
             node.running -= 1
             if not node.running:
@@ -309,8 +323,12 @@ class KvAccounts:
 
     def _make_room(self, blocks: int) -> None:
         """Gives up cached blocks until so many are free. The caller has seen that there are enough."""
+        self._shed(self.total_blocks - self.used_blocks - blocks)
+
+    def _shed(self, most: int) -> None:
+        """Gives up cached blocks, the longest unused first, until at most so many are left."""
         removed: list[int] = []
-        while self.total_blocks - self.used_blocks - self._cached_nodes < blocks:
+        while self._cached_nodes > most:
             lane = next(iter(self._holders.values()))
             if len(lane.path[-1].lanes) > 1:
                 # Others hold all that this one does: it goes without loss.

@@ -72,6 +72,7 @@ class LlamaBackend:
             idle_chunk_tokens=max(chunk, min(_IDLE_CHUNK_TOKENS, config.kv_tokens)),
             max_waiting=config.max_waiting,
             lanes=lanes,
+            max_cached_blocks=config.prefix_cache_tokens // config.block_tokens,
         )
         self._context = Context(
             self._weights,
