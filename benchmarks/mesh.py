@@ -118,8 +118,8 @@ class Mesh:
         self.ready: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Mesh:
-        # Told to end, this process leaves the `with` like any other time; and should it be killed, the services see it.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        # Told to end, this process leaves the `with` as after a Ctrl-C; should it be killed, the services see it.
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         return self
 
     def __exit__(self, *_: object) -> None:
