@@ -42,6 +42,9 @@ use crate::{
 /// Bodies and prompts over this are parsed and tokenised away from the threads that serve streams, in bytes.
 pub const LONG_BYTES: usize = 32 * 1024;
 
+/// A client that leaves so shortly before its deadline has met it.
+const CLIENT_AHEAD: Duration = Duration::from_millis(50);
+
 /// What the door knows of a request.
 pub struct Call {
     /// Validated.
@@ -304,8 +307,16 @@ impl Generation {
 
 impl Drop for Generation {
     fn drop(&mut self) {
-        if !self.over {
-            self.keep_books();
+        if self.over {
+            return;
+        }
+        self.keep_books();
+        // A client's own timer runs ahead of ours by the way that its request took: it left because of the deadline.
+        let passed = |deadline: Instant| deadline <= Instant::now() + CLIENT_AHEAD;
+        if self.shared.deadline.is_some_and(passed) {
+            let error = deadline_exceeded();
+            self.parts.iter_mut().for_each(|part| part.stop(&error));
+            self.open.fail(&error);
         }
     }
 }
