@@ -193,7 +193,7 @@ def build_examples() -> None:
         raise BenchError(f"cannot build the mock worker and the load client: {error}") from error
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which that share lies; not a number when there are none."""
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value below which that share lies; None when there are none."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
