@@ -1,0 +1,158 @@
+//! What the scheduler wants done: the outputs of `Core::step`, for the driver to carry out in order.
+//!
+//! Each ask is answered by exactly one [`Action::Granted`] or [`Action::Refused`], unless it was withdrawn or its router
+//! lost; at most one [`Action::Waits`] comes before it.
+
+use std::sync::Arc;
+
+use super::events::{Class, LeaseId, Link};
+
+/// Something to do.
+#[derive(Clone, Debug)]
+pub enum Action {
+    /// The ask may run there, under that lease, until a release, the worker's loss or its router's.
+    Granted(Box<Grant>),
+    /// The ask is in the queue.
+    Waits {
+        /// The router's stream.
+        link: Link,
+        /// Its number there.
+        ask: u64,
+        /// From 1.
+        position: u32,
+        /// 0 = not known.
+        estimate_ms: u32,
+    },
+    /// The ask will not run.
+    Refused(Box<Refusal>),
+    /// The worker is in the fleet.
+    Welcomed {
+        /// Its stream.
+        link: Link,
+        /// How often it should report.
+        heartbeat_ms: u32,
+    },
+    /// The worker is not taken in: end its stream.
+    JoinRefused {
+        /// Its stream.
+        link: Link,
+        /// For people.
+        message: String,
+        /// This instance is joined already, on another stream.
+        already_joined: bool,
+    },
+    /// The worker is out by the scheduler's decision: end its stream.
+    WorkerDropped {
+        /// Its stream.
+        link: Link,
+        /// For people.
+        message: String,
+    },
+    /// The router broke the protocol, or was replaced: end its stream.
+    RouterDropped {
+        /// Its stream.
+        link: Link,
+        /// For people.
+        message: String,
+    },
+    /// What routers know of the fleet is no longer true: send them the core's view of it.
+    FleetChanged,
+    /// Let the worker compute so many prompt tokens in one step beside decoding.
+    SetChunk {
+        /// The worker's stream.
+        link: Link,
+        /// Tokens.
+        chunk_tokens: u32,
+    },
+    /// Let the worker put that request aside, freeing its slot and KV, until it is resumed. It keeps its lease and what it
+    /// has said. A worker that has already ended it does nothing.
+    Preempt {
+        /// The worker's stream.
+        link: Link,
+        /// The request's lease.
+        lease: LeaseId,
+    },
+    /// Let the worker go on with a request that was put aside.
+    Resume {
+        /// The worker's stream.
+        link: Link,
+        /// The request's lease.
+        lease: LeaseId,
+    },
+}
+
+/// An ask may run.
+#[derive(Clone, Debug)]
+pub struct Grant {
+    /// The router's stream.
+    pub link: Link,
+    /// The ask's number there.
+    pub ask: u64,
+    /// The right to run.
+    pub lease: LeaseId,
+    /// The worker's stream.
+    pub worker: Link,
+    /// Its name.
+    pub worker_id: Arc<str>,
+    /// Its start.
+    pub instance_id: Arc<str>,
+    /// host:port of its WorkerService.
+    pub address: Arc<str>,
+    /// Where it serves.
+    pub pool: Arc<str>,
+    /// The ask's.
+    pub class: Class,
+    /// How long it waited here.
+    pub queue_s: f64,
+    /// From now to the first token, as predicted; None = the model cannot say.
+    pub predicted_ttft_s: Option<f64>,
+    /// Prompt tokens whose KV the worker is believed to hold.
+    pub cached_tokens: u32,
+    /// Tokens over all choices; 0 = no limit of its own.
+    pub token_allowance: u32,
+}
+
+/// Why an ask will not run.
+#[derive(Clone, Debug)]
+pub struct Refusal {
+    /// The router's stream.
+    pub link: Link,
+    /// The ask's number there.
+    pub ask: u64,
+    /// The reason.
+    pub reason: Reason,
+    /// For people: the limit and the value.
+    pub message: String,
+    /// The same request may succeed later.
+    pub retryable: bool,
+    /// When; 0 = no hint.
+    pub retry_after_ms: u32,
+}
+
+/// The reasons of refusals; each is one of the mesh's error codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// The ask makes no sense.
+    InvalidArgument,
+    /// No worker takes a prompt of that length.
+    ContextLengthExceeded,
+    /// Nobody serves it now.
+    Unavailable,
+    /// The queue is full, or no wait could end in time.
+    Overloaded,
+    /// Its deadline passed.
+    DeadlineExceeded,
+}
+
+impl Reason {
+    /// Its name for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::InvalidArgument => "invalid_argument",
+            Self::ContextLengthExceeded => "context_length_exceeded",
+            Self::Unavailable => "unavailable",
+            Self::Overloaded => "overloaded",
+            Self::DeadlineExceeded => "deadline_exceeded",
+        }
+    }
+}
