@@ -1,0 +1,616 @@
+//! What work costs, in milliseconds: the one model that placement, queue, admission and the simulator share.
+//!
+//! A [`Shape`] says what an engine iteration computes, a [`CostTable`] what it takes on a GPU that somebody measured, and a
+//! [`CostModel`] what it takes on *this* worker: it begins at a table (or at nothing) and follows the steps that the worker
+//! reports. It also says how far its own predictions were off; whoever would act on one asks [`CostModel::trusted`] first.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+/// What one engine iteration computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Shape {
+    /// Sequences that decode, one token each.
+    pub decodes: u32,
+    /// Tokens in their KV, over all of them.
+    pub context_tokens: u64,
+    /// Prompt tokens, over all chunks in the step.
+    pub chunk_tokens: u32,
+    /// Pairs of tokens that the chunks' attention looks at: for a chunk of c behind k tokens, c (k + c / 2).
+    pub chunk_pairs: f64,
+}
+
+impl Shape {
+    /// A step without prompt tokens.
+    #[must_use]
+    pub fn decode(decodes: u32, context_tokens: u64) -> Self {
+        Self {
+            decodes,
+            context_tokens,
+            ..Self::default()
+        }
+    }
+
+    /// The same step with `tokens` prompt tokens more, of a prompt that has `cached` before them.
+    #[must_use]
+    pub fn with_chunk(mut self, tokens: u32, cached: u32) -> Self {
+        self.chunk_tokens += tokens;
+        self.chunk_pairs += pairs(tokens, cached);
+        self
+    }
+}
+
+fn pairs(tokens: u32, cached: u32) -> f64 {
+    f64::from(tokens) * (f64::from(cached) + f64::from(tokens) / 2.0)
+}
+
+/// A table that can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TableError {
+    /// Not the JSON of a table.
+    #[error("not a cost table: {0}")]
+    Json(#[from] serde_json::Error),
+    /// Values without meaning.
+    #[error("cost table {name}: {reason}")]
+    Value {
+        /// The table.
+        name: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// No table of that name is built in.
+    #[error("no cost table {name}; there are {known}")]
+    Unknown {
+        /// As asked for.
+        name: String,
+        /// All names.
+        known: String,
+    },
+}
+
+/// Measured step times of one model on one kind of worker.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CostTable {
+    /// What it is asked for by.
+    pub name: String,
+    /// Kind of GPU.
+    pub gpu: String,
+    /// Model whose layers were measured.
+    pub model: String,
+    /// GPUs that hold one worker's model.
+    pub tensor_parallel: u32,
+    /// Where the figures are from, and what was derived.
+    pub source: String,
+    /// (tokens in the step, ms) for all but attention, tokens rising; linear between, level before, the last slope behind.
+    pub step_ms: Vec<(u32, f64)>,
+    /// For each pair of tokens that prefill's attention looks at ([`Shape::chunk_pairs`]).
+    pub attention_pair_ms: f64,
+    /// For each token of the decoding sequences' KV.
+    pub context_token_ms: f64,
+    /// KV that one worker holds, in tokens.
+    pub kv_tokens: u64,
+}
+
+impl CostTable {
+    /// A table from its JSON.
+    ///
+    /// # Errors
+    /// Not a table, or one whose values can't be times.
+    pub fn parse(json: &str) -> Result<Self, TableError> {
+        let table: Self = serde_json::from_str(json)?;
+        table.check()?;
+        Ok(table)
+    }
+
+    /// The tables that come with the package.
+    ///
+    /// # Errors
+    /// Never: the tests read them all.
+    pub fn builtin() -> Result<Vec<Self>, TableError> {
+        Ok(serde_json::from_str(include_str!("../data/cost_tables.json"))?)
+    }
+
+    /// The built-in table of that name.
+    ///
+    /// # Errors
+    /// There is none; the error says which there are.
+    pub fn named(name: &str) -> Result<Self, TableError> {
+        let tables = Self::builtin()?;
+        let known: Vec<&str> = tables.iter().map(|table| table.name.as_str()).collect();
+        let known = known.join(", ");
+        let found = tables.into_iter().find(|table| table.name == name);
+        found.ok_or_else(|| TableError::Unknown {
+            name: name.to_owned(),
+            known,
+        })
+    }
+
+    fn check(&self) -> Result<(), TableError> {
+        let is_time = |ms: f64| ms.is_finite() && ms >= 0.0;
+        let reason = if self.step_ms.len() < 2 {
+            "step_ms needs at least two rows"
+        } else if !self.step_ms.windows(2).all(|pair| pair[0].0 < pair[1].0) {
+            "step_ms: tokens must rise"
+        } else if !self.step_ms.windows(2).all(|pair| pair[0].1 <= pair[1].1) {
+            "step_ms: more tokens must not take less time"
+        } else if !self.step_ms.iter().all(|row| is_time(row.1) && row.1 > 0.0) {
+            "step_ms: times must be above 0"
+        } else if !is_time(self.attention_pair_ms) || !is_time(self.context_token_ms) {
+            "attention_pair_ms and context_token_ms must not be negative"
+        } else if self.kv_tokens == 0 {
+            "kv_tokens must be above 0"
+        } else {
+            return Ok(());
+        };
+        Err(TableError::Value {
+            name: self.name.clone(),
+            reason: reason.to_owned(),
+        })
+    }
+
+    /// All but attention, for so many tokens.
+    #[must_use]
+    pub fn linear_ms(&self, tokens: u32) -> f64 {
+        let rows = &self.step_ms;
+        let after = rows.partition_point(|row| row.0 < tokens);
+        match after {
+            0 => rows.first().map_or(0.0, |row| row.1),
+            _ => {
+                let high = after.min(rows.len() - 1);
+                let ((n0, ms0), (n1, ms1)) = (rows[high - 1], rows[high]);
+                ms0 + (ms1 - ms0) / f64::from(n1 - n0) * (f64::from(tokens) - f64::from(n0))
+            }
+        }
+    }
+
+    /// What such a step takes.
+    #[must_use]
+    pub fn step_ms(&self, shape: &Shape) -> f64 {
+        let tokens = shape.decodes + shape.chunk_tokens;
+        if tokens == 0 {
+            return 0.0;
+        }
+        self.linear_ms(tokens)
+            + self.context_token_ms * shape.context_tokens as f64
+            + self.attention_pair_ms * shape.chunk_pairs
+    }
+
+    /// Time for each prompt token in steps that are well filled, without attention.
+    #[must_use]
+    pub fn prompt_token_ms(&self) -> f64 {
+        self.linear_ms(FULL_CHUNK_TOKENS) / f64::from(FULL_CHUNK_TOKENS)
+    }
+}
+
+/// A chunk of which no one says that it is small: where a token's time is taken from.
+const FULL_CHUNK_TOKENS: u32 = 2048;
+
+/// Observations that a table is worth against what is seen.
+const TABLE_WEIGHT: f64 = 5.0;
+
+/// Each step makes older ones count less by this: the model follows some 1,000 steps.
+const MEMORY: f64 = 0.999;
+
+/// A prediction off by more than so many times the usual is an outlier, and pulls only as much as one at that distance.
+const HUBER: f64 = 3.0;
+
+/// Errors remembered; the model's own error is said over these.
+const ERRORS: usize = 128;
+
+/// Steps before a model without a table says anything.
+const FIRST_STEPS: u64 = 16;
+
+/// Half the predictions further off than this, and the model is worth nothing.
+const WORTHLESS: f64 = 0.5;
+
+const TERMS: usize = 5;
+
+/// How far predictions were off lately, as a share of what was then measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ModelError {
+    /// Steps compared since the start.
+    pub steps: u64,
+    /// Half were off by less.
+    pub median: f64,
+    /// Nine in ten were off by less.
+    pub p90: f64,
+}
+
+/// What work costs on one worker (or one kind of worker).
+///
+/// A step's time is a sum of five terms, each with a coefficient that is never negative: with a table, the table's time for
+/// decoding, its attention, the chunks' time, their attention; without one, the counts themselves and a constant. The
+/// coefficients follow the reported steps by least squares on relative errors, in which an outlier pulls no more than a
+/// step three times as far off as usual, and older steps fade. So a step's time rises with its work, whatever is reported.
+#[derive(Clone, Debug)]
+pub struct CostModel {
+    table: Option<Arc<CostTable>>,
+    coefficients: [f64; TERMS],
+    /// Weighted sums of products of terms, and of terms with the measured time.
+    products: [[f64; TERMS]; TERMS],
+    targets: [f64; TERMS],
+    steps: u64,
+    /// Of the last predictions, as shares, in a ring.
+    errors: Vec<f64>,
+    error: ModelError,
+}
+
+impl CostModel {
+    /// Begins at a table, or at nothing.
+    #[must_use]
+    pub fn new(table: Option<Arc<CostTable>>) -> Self {
+        let mut model = Self {
+            coefficients: [0.0; TERMS],
+            products: [[0.0; TERMS]; TERMS],
+            targets: [0.0; TERMS],
+            steps: 0,
+            errors: Vec::new(),
+            error: ModelError::default(),
+            table,
+        };
+        if model.table.is_some() {
+            // As if each term had been seen alone, at the table's word.
+            for term in 0..4 {
+                model.coefficients[term] = 1.0;
+                model.products[term][term] = TABLE_WEIGHT;
+                model.targets[term] = TABLE_WEIGHT;
+            }
+        }
+        // A little resistance, so that a term which never appears stays where it is.
+        for term in 0..TERMS {
+            model.products[term][term] += 1e-9;
+            model.targets[term] += 1e-9 * model.coefficients[term];
+        }
+        model
+    }
+
+    /// The table it began at.
+    #[must_use]
+    pub fn table(&self) -> Option<&CostTable> {
+        self.table.as_deref()
+    }
+
+    /// What each coefficient is multiplied with. In units that make them of like size.
+    fn terms(&self, shape: &Shape) -> [f64; TERMS] {
+        match &self.table {
+            Some(table) => {
+                let base_ms = if shape.decodes > 0 {
+                    table.linear_ms(shape.decodes)
+                } else {
+                    0.0
+                };
+                let with_chunk_ms = if shape.chunk_tokens > 0 {
+                    table.linear_ms(shape.decodes + shape.chunk_tokens)
+                } else {
+                    base_ms
+                };
+                [
+                    base_ms,
+                    table.context_token_ms * shape.context_tokens as f64,
+                    with_chunk_ms - base_ms,
+                    table.attention_pair_ms * shape.chunk_pairs,
+                    // A step's constant is in the table's first row already; two of them couldn't be told apart.
+                    0.0,
+                ]
+            }
+            None => [
+                f64::from(shape.decodes),
+                shape.context_tokens as f64 * 1e-3,
+                f64::from(shape.chunk_tokens),
+                shape.chunk_pairs * 1e-3,
+                1.0,
+            ],
+        }
+    }
+
+    /// What such a step takes; 0 for a model without a table that has seen too few.
+    #[must_use]
+    pub fn step_ms(&self, shape: &Shape) -> f64 {
+        if shape.decodes + shape.chunk_tokens == 0 {
+            return 0.0;
+        }
+        let terms = self.terms(shape);
+        dot(&terms, &self.coefficients)
+    }
+
+    /// What computing `new` prompt tokens behind `cached` ones adds to the worker's work, in chunks of any size.
+    ///
+    /// Not a wait: a short prompt alone takes a whole step ([`Self::first_token_ms`]).
+    #[must_use]
+    pub fn prefill_ms(&self, new: u32, cached: u32) -> f64 {
+        let (token_ms, pair_ms) = match &self.table {
+            Some(table) => (table.prompt_token_ms(), table.attention_pair_ms),
+            None => (1.0, 1e-3),
+        };
+        self.coefficients[2] * token_ms * f64::from(new) + self.coefficients[3] * pair_ms * pairs(new, cached)
+    }
+
+    /// How soon the first token of such a prompt comes from a worker that does nothing else.
+    #[must_use]
+    pub fn first_token_ms(&self, new: u32, cached: u32) -> f64 {
+        let alone = Shape::default().with_chunk(new.min(FULL_CHUNK_TOKENS), cached);
+        self.prefill_ms(new, cached).max(self.step_ms(&alone))
+    }
+
+    /// The most prompt tokens that can be added to such a step while it takes at most `target_ms`, within `floor..=most`.
+    ///
+    /// The floor holds even when the step takes longer: prefill never stands still.
+    #[must_use]
+    pub fn chunk_tokens(&self, step: &Shape, cached: u32, target_ms: f64, floor: u32, most: u32) -> u32 {
+        if floor >= most {
+            return most;
+        }
+        let fits = |tokens: u32| self.step_ms(&step.with_chunk(tokens, cached)) <= target_ms;
+        let (mut low, mut high) = (floor, most);
+        while low < high {
+            let middle = high - (high - low) / 2;
+            if fits(middle) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+        low
+    }
+
+    /// Learns from a step that the worker reports. A time that can't be one is not looked at.
+    pub fn observe(&mut self, shape: &Shape, measured_ms: f64) {
+        if !measured_ms.is_finite() || measured_ms <= 0.0 || shape.decodes + shape.chunk_tokens == 0 {
+            return;
+        }
+        let terms = self.terms(shape);
+        let predicted_ms = dot(&terms, &self.coefficients);
+        let speaks = self.table.is_some() || self.steps >= FIRST_STEPS;
+        let off = (measured_ms - predicted_ms).abs();
+        let mut weight = 1.0;
+        if speaks {
+            self.remember(off / measured_ms);
+            // A prediction of nothing has nothing to be measured against.
+            let relative = off / predicted_ms.max(1e-6);
+            let usual = HUBER * self.error.median.max(0.02);
+            if self.error.steps >= FIRST_STEPS && relative > usual {
+                weight = usual / relative;
+            }
+        }
+        self.steps += 1;
+        // Relative errors count, so that long steps don't drown short ones. By what is predicted where that is known: a
+        // stall would otherwise make itself small.
+        let scale_ms = if speaks { predicted_ms.max(1e-3) } else { measured_ms };
+        let weight = weight / (scale_ms * scale_ms);
+        for row in 0..TERMS {
+            for column in 0..TERMS {
+                self.products[row][column] = MEMORY * self.products[row][column] + weight * terms[row] * terms[column];
+            }
+            self.targets[row] = MEMORY * self.targets[row] + weight * terms[row] * measured_ms;
+        }
+        let rounds = if speaks { 8 } else { 64 };
+        for _ in 0..rounds {
+            self.descend();
+        }
+    }
+
+    /// One round of coordinate descent to the least squares without negative coefficients.
+    fn descend(&mut self) {
+        for term in 0..TERMS {
+            let curvature = self.products[term][term];
+            if curvature > 1e-12 {
+                let gradient = self.targets[term] - dot(&self.products[term], &self.coefficients);
+                self.coefficients[term] = (self.coefficients[term] + gradient / curvature).max(0.0);
+            }
+        }
+    }
+
+    fn remember(&mut self, share: f64) {
+        let at = (self.error.steps as usize) % ERRORS;
+        match self.errors.get_mut(at) {
+            Some(slot) => *slot = share,
+            None => self.errors.push(share),
+        }
+        self.error.steps += 1;
+        if self.error.steps % 8 == 0 {
+            let mut sorted = self.errors.clone();
+            sorted.sort_unstable_by(f64::total_cmp);
+            self.error.median = sorted[sorted.len() / 2];
+            self.error.p90 = sorted[sorted.len() * 9 / 10];
+        }
+    }
+
+    /// How far its predictions were off lately; zeros before any were compared.
+    #[must_use]
+    pub fn error(&self) -> ModelError {
+        self.error
+    }
+
+    /// Whether a decision may rest on it: it has been compared with enough steps, and wasn't far off.
+    #[must_use]
+    pub fn trusted(&self) -> bool {
+        self.error.steps >= 2 * FIRST_STEPS && self.error.median <= WORTHLESS
+    }
+}
+
+fn dot(left: &[f64; TERMS], right: &[f64; TERMS]) -> f64 {
+    left.iter().zip(right).map(|(a, b)| a * b).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+
+    fn a100() -> Arc<CostTable> {
+        Arc::new(CostTable::named("a100-llama3-8b").expect("built in"))
+    }
+
+    fn any_shape(rng: &mut impl Rng) -> Shape {
+        let decodes = rng.random_range(0..64);
+        let chunk = if decodes == 0 || rng.random_bool(0.5) {
+            rng.random_range(1..1500)
+        } else {
+            0
+        };
+        Shape::decode(decodes, u64::from(decodes) * rng.random_range(50..4000))
+            .with_chunk(chunk, rng.random_range(0..9000))
+    }
+
+    #[test]
+    fn built_in_tables_are_sound_and_found_by_name() {
+        let tables = CostTable::builtin().expect("readable");
+        assert!(tables.len() >= 6);
+        for table in tables {
+            table.check().expect("sound");
+            assert_eq!(CostTable::named(&table.name).expect("found"), table);
+        }
+        let error = CostTable::named("abacus").expect_err("unknown").to_string();
+        assert!(error.contains("abacus") && error.contains("a100-llama3-8b"), "{error}");
+    }
+
+    #[test]
+    fn tables_interpolate_and_refuse_what_is_no_time() {
+        let table = a100();
+        assert_eq!(table.linear_ms(1), 10.0);
+        assert_eq!(table.linear_ms(8), 10.0);
+        assert!((table.linear_ms(768) - (34.8 + 75.6) / 2.0).abs() < 1e-9);
+        assert!((table.linear_ms(6144) - (275.0 + 129.0)).abs() < 1e-9);
+        // 32 sequences of 1,000 tokens and a chunk of 224 behind 512.
+        let shape = Shape::decode(32, 32_000).with_chunk(224, 512);
+        let expected = 19.6 + 9.36e-5 * 32_000.0 + 3.36e-6 * 224.0 * (512.0 + 112.0);
+        assert!((table.step_ms(&shape) - expected).abs() < 1e-9);
+        assert_eq!(table.step_ms(&Shape::default()), 0.0);
+        for bad in [
+            r#""step_ms":[[8,1.0]],"attention_pair_ms":0,"context_token_ms":0,"kv_tokens":1"#,
+            r#""step_ms":[[8,1.0],[8,2.0]],"attention_pair_ms":0,"context_token_ms":0,"kv_tokens":1"#,
+            r#""step_ms":[[8,2.0],[9,1.0]],"attention_pair_ms":0,"context_token_ms":0,"kv_tokens":1"#,
+            r#""step_ms":[[8,1.0],[9,2.0]],"attention_pair_ms":-1,"context_token_ms":0,"kv_tokens":1"#,
+            r#""step_ms":[[8,1.0],[9,2.0]],"attention_pair_ms":0,"context_token_ms":0,"kv_tokens":0"#,
+        ] {
+            let json = format!(r#"{{"name":"x","gpu":"","model":"","tensor_parallel":1,"source":"",{bad}}}"#);
+            assert!(CostTable::parse(&json).is_err(), "{json}");
+        }
+    }
+
+    #[test]
+    fn chunk_is_the_largest_that_keeps_the_step_in_time() {
+        let model = CostModel::new(Some(a100()));
+        let step = Shape::decode(30, 60_000);
+        let chunk = model.chunk_tokens(&step, 4000, 90.0, 128, 8192);
+        assert!(model.step_ms(&step.with_chunk(chunk, 4000)) <= 90.0);
+        assert!(model.step_ms(&step.with_chunk(chunk + 1, 4000)) > 90.0);
+        assert_eq!(model.chunk_tokens(&step, 4000, 1.0, 128, 8192), 128, "the floor holds");
+        assert_eq!(model.chunk_tokens(&step, 4000, 1e9, 128, 8192), 8192);
+        assert_eq!(model.chunk_tokens(&step, 4000, 1e9, 128, 50), 50);
+    }
+
+    #[test]
+    fn a_table_is_corrected_by_what_is_reported() {
+        let (table, mut rng) = (a100(), StdRng::seed_from_u64(1));
+        let mut model = CostModel::new(Some(Arc::clone(&table)));
+        // This worker takes 1.4 times as long to decode and 0.8 times to prefill.
+        let truth = |shape: &Shape| {
+            let decode_ms = table.step_ms(&Shape::decode(shape.decodes, shape.context_tokens));
+            1.4 * decode_ms + 0.8 * (table.step_ms(shape) - decode_ms)
+        };
+        for _ in 0..600 {
+            let shape = any_shape(&mut rng);
+            let noise = rng.random_range(0.97..1.03);
+            model.observe(&shape, truth(&shape) * noise);
+        }
+        assert!(model.trusted());
+        assert!(model.error().median < 0.03, "{:?}", model.error());
+        for _ in 0..200 {
+            let shape = any_shape(&mut rng);
+            let off = model.step_ms(&shape) / truth(&shape) - 1.0;
+            assert!(off.abs() < 0.1, "{shape:?}: {off}");
+        }
+        assert!((model.prefill_ms(2000, 0) / CostModel::new(Some(table)).prefill_ms(2000, 0) - 0.8).abs() < 0.05);
+    }
+
+    #[test]
+    fn stalls_do_not_move_the_model() {
+        let (table, mut rng) = (a100(), StdRng::seed_from_u64(2));
+        let mut model = CostModel::new(Some(Arc::clone(&table)));
+        for round in 0..1000 {
+            let shape = any_shape(&mut rng);
+            // One step in twenty stands still for two seconds.
+            let stall_ms = if round % 20 == 19 { 2000.0 } else { 0.0 };
+            model.observe(&shape, table.step_ms(&shape) * rng.random_range(0.98..1.02) + stall_ms);
+        }
+        for _ in 0..200 {
+            let shape = any_shape(&mut rng);
+            let off = model.step_ms(&shape) / table.step_ms(&shape) - 1.0;
+            assert!(off.abs() < 0.15, "{shape:?}: {off}");
+        }
+        let error = model.error();
+        assert!(error.median < 0.1, "{error:?}");
+    }
+
+    #[test]
+    fn without_a_table_all_is_learned_and_nothing_is_claimed_before() {
+        let mut rng = StdRng::seed_from_u64(3);
+        let mut model = CostModel::new(None);
+        let truth = |shape: &Shape| {
+            let (chunk, decodes) = (f64::from(shape.chunk_tokens), f64::from(shape.decodes));
+            4.0 + 6.0 * decodes + 3.0 * chunk + 2e-3 * shape.context_tokens as f64 + 1e-4 * shape.chunk_pairs
+        };
+        assert_eq!(model.prefill_ms(100, 0), 0.0);
+        for seen in 0..500 {
+            assert!(seen >= 40 || !model.trusted());
+            let shape = any_shape(&mut rng);
+            model.observe(&shape, truth(&shape) * rng.random_range(0.95..1.05));
+        }
+        assert!(model.trusted());
+        for _ in 0..200 {
+            let shape = any_shape(&mut rng);
+            let off = model.step_ms(&shape) / truth(&shape) - 1.0;
+            assert!(off.abs() < 0.1, "{shape:?}: {off}");
+        }
+    }
+
+    #[test]
+    fn a_model_that_is_always_wrong_says_so() {
+        let mut rng = StdRng::seed_from_u64(4);
+        let mut model = CostModel::new(Some(a100()));
+        for _ in 0..400 {
+            let factor = f64::powf(10.0, rng.random_range(-2.0..2.0));
+            model.observe(&any_shape(&mut rng), 20.0 * factor);
+        }
+        assert!(!model.trusted(), "{:?}", model.error());
+    }
+
+    #[test]
+    fn what_is_no_time_is_not_looked_at() {
+        let mut model = CostModel::new(Some(a100()));
+        let shape = Shape::decode(4, 1000);
+        let before_ms = model.step_ms(&shape);
+        for bad in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            model.observe(&shape, bad);
+        }
+        model.observe(&Shape::default(), 5.0);
+        assert_eq!(model.step_ms(&shape), before_ms);
+    }
+
+    proptest! {
+        /// Whatever is reported, predictions stay finite and more work never takes less time.
+        #[test]
+        fn steps_rise_with_work(
+            seed in any::<u64>(), with_table in any::<bool>(), reports in prop::collection::vec(1e-3_f64..1e5, 0..120),
+            decodes in 1_u32..200, context in 0_u64..1_000_000, chunk in 0_u32..8000, more in 0_u32..8000,
+        ) {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let mut model = CostModel::new(with_table.then(a100));
+            for measured_ms in reports {
+                model.observe(&any_shape(&mut rng), measured_ms);
+            }
+            let small = Shape::decode(decodes, context).with_chunk(chunk, 100);
+            let large = Shape::decode(decodes, context + u64::from(more)).with_chunk(chunk + more, 100);
+            let (small_ms, large_ms) = (model.step_ms(&small), model.step_ms(&large));
+            prop_assert!(small_ms.is_finite() && small_ms >= 0.0);
+            prop_assert!(large_ms >= small_ms - 1e-6, "{} < {}", large_ms, small_ms);
+            prop_assert!(model.prefill_ms(chunk + more, 0) >= model.prefill_ms(chunk, 0));
+        }
+    }
+}
