@@ -14,3 +14,13 @@
 
 pub mod actions;
 pub mod events;
+pub mod fleet;
+pub mod queue;
+
+mod core;
+mod map;
+mod rate;
+#[cfg(test)]
+mod tests;
+
+pub use self::core::{Core, Oddities, Policy, Router, PASS_LIMIT};
