@@ -4,10 +4,15 @@ use aho_corasick::{AhoCorasick, MatchKind};
 use regex::Regex;
 
 use super::reference::Reference;
+use super::units::MARK;
 
 /// A stretch of the text.
 pub(crate) enum Part<'a> {
-    Text(&'a str),
+    /// Text, and where it begins.
+    Text {
+        start: usize,
+        text: &'a str,
+    },
     Token(u32),
 }
 
@@ -30,19 +35,31 @@ struct AddedToken {
 }
 
 impl AddedTokens {
-    /// The tokens to look for in the text as written, and those to look for in the normalized text.
+    /// The tokens to look for in the text as written, and those to look for in the normalized text, which may be in
+    /// spaced form ([`super::units`]).
     ///
     /// # Errors
     /// The reason why no automaton could be made.
-    pub(crate) fn of(reference: &Reference) -> Result<(Option<Self>, Option<Self>), String> {
+    pub(crate) fn of(reference: &Reference, spaced: bool) -> Result<(Option<Self>, Option<Self>), String> {
         let (normalized, written): (Vec<_>, Vec<_>) = reference
             .added_tokens()
             .into_iter()
             .partition(|(_, token)| token.normalized);
-        Ok((Self::build(written, reference)?, Self::build(normalized, reference)?))
+        // `▁` is no white space, the space that stands for it is.
+        if spaced && normalized.iter().any(|(_, token)| token.lstrip || token.rstrip) {
+            return Err("a normalized added token that strips spaces".to_owned());
+        }
+        Ok((
+            Self::build(written, reference, false)?,
+            Self::build(normalized, reference, spaced)?,
+        ))
     }
 
-    fn build(added: Vec<(u32, tokenizers::AddedToken)>, reference: &Reference) -> Result<Option<Self>, String> {
+    fn build(
+        added: Vec<(u32, tokenizers::AddedToken)>,
+        reference: &Reference,
+        spaced: bool,
+    ) -> Result<Option<Self>, String> {
         if added.is_empty() {
             return Ok(None);
         }
@@ -50,6 +67,7 @@ impl AddedTokens {
         let patterns: Vec<String> = added
             .iter()
             .map(|(id, token)| reference.spelling(*id).unwrap_or_else(|| token.content.clone()))
+            .map(|pattern| if spaced { pattern.replace(MARK, " ") } else { pattern })
             .collect();
         let automaton = AhoCorasick::builder()
             .match_kind(MatchKind::LeftmostLongest)
@@ -79,8 +97,12 @@ impl AddedTokens {
     /// are text. Returns whether it went through.
     pub(crate) fn split<'a>(&self, text: &'a str, specials: bool, mut part: impl FnMut(Part<'a>) -> bool) -> bool {
         if self.all_special && !specials {
-            return part(Part::Text(text));
+            return part(Part::Text { start: 0, text });
         }
+        let stretch = |start: usize, end: usize| Part::Text {
+            start,
+            text: &text[start..end],
+        };
         let mut done = 0;
         for found in self.automaton.find_iter(text) {
             let Some(token) = self.tokens.get(found.pattern().as_usize()) else {
@@ -97,12 +119,12 @@ impl AddedTokens {
             if token.strips_right {
                 end = text.len() - text[end..].trim_start().len();
             }
-            if done < start && !part(Part::Text(&text[done..start])) || !part(Part::Token(token.id)) {
+            if done < start && !part(stretch(done, start)) || !part(Part::Token(token.id)) {
                 return false;
             }
             done = end;
         }
-        done == text.len() || part(Part::Text(&text[done..]))
+        done == text.len() || part(stretch(done, text.len()))
     }
 
     /// Whether no word character touches the range.

@@ -1,4 +1,5 @@
-//! Byte-pair encoding of one piece of text: exactly the reference's merges, without its strings.
+//! Byte-pair encoding of one piece of text, out of bytes or of characters: exactly the reference's merges, without its
+//! strings.
 //!
 //! By cost: the piece is a token (nine pieces in ten); it was merged a short while ago; a short piece is merged in arrays
 //! on the stack; a long one with a heap, O(n log n) for any bytes.
@@ -7,6 +8,8 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use ahash::AHashMap;
+
+use super::scan::codepoint;
 
 /// No token, no merge.
 pub(crate) const NONE: u32 = u32::MAX;
@@ -32,12 +35,117 @@ pub(crate) struct Merge {
 
 /// The model: tables only, immutable.
 pub(crate) struct Bpe {
-    /// The id of each byte; [`NONE`] for bytes without a token, which the reference drops silently.
-    byte_ids: [u32; 256],
+    alphabet: Alphabet,
     pairs: PairTable,
     /// The id that the merge of each rank makes.
     merged: Vec<u32>,
     words: WordTable,
+}
+
+/// The symbols that merging begins with. A piece has no more symbols than bytes.
+pub(crate) enum Alphabet {
+    /// One for each byte; [`NONE`] for bytes without a token, which the reference drops silently.
+    Bytes(Box<[u32; 256]>),
+    /// One for each character of UTF-8.
+    Characters(Characters),
+}
+
+/// The ids of characters, and what stands for those without one.
+pub(crate) struct Characters {
+    /// By the upper bits of a codepoint, which block; block 0 is empty.
+    blocks: Box<[u16]>,
+    ids: Vec<[u32; Characters::BLOCK]>,
+    unknown: Unknown,
+}
+
+/// What a character without an id becomes.
+pub(crate) enum Unknown {
+    /// One symbol for each of its bytes (byte fallback).
+    Bytes(Box<[u32; 256]>),
+    /// One symbol for each such character, or, fused, for each run of them.
+    Token { id: u32, fused: bool },
+}
+
+impl Characters {
+    const BLOCK: usize = 128;
+
+    pub(crate) fn new(known: impl Iterator<Item = (char, u32)>, unknown: Unknown) -> Self {
+        let blocks = vec![0; (char::MAX as usize + 1).div_ceil(Self::BLOCK)].into_boxed_slice();
+        let mut table = Self {
+            blocks,
+            ids: vec![[NONE; Self::BLOCK]],
+            unknown,
+        };
+        for (c, id) in known {
+            let block = &mut table.blocks[c as usize / Self::BLOCK];
+            if *block == 0 {
+                // At most 0x2200 blocks, so the index fits.
+                *block = table.ids.len() as u16;
+                table.ids.push([NONE; Self::BLOCK]);
+            }
+            table.ids[usize::from(*block)][c as usize % Self::BLOCK] = id;
+        }
+        table
+    }
+
+    /// The id of a character, or [`NONE`].
+    #[inline(always)]
+    pub(crate) fn id(&self, codepoint: u32) -> u32 {
+        let block = self
+            .blocks
+            .get(codepoint as usize / Self::BLOCK)
+            .copied()
+            .unwrap_or_default();
+        self.ids
+            .get(usize::from(block))
+            .map_or(NONE, |ids| ids[codepoint as usize % Self::BLOCK])
+    }
+
+    /// Whether a run of characters without an id is one symbol.
+    pub(crate) fn fuses_unknown(&self) -> bool {
+        matches!(self.unknown, Unknown::Token { fused: true, .. })
+    }
+}
+
+impl Alphabet {
+    /// Calls `symbol` with the id of each symbol of `piece`, in order.
+    #[inline(always)]
+    fn for_each_symbol(&self, piece: &[u8], mut symbol: impl FnMut(u32)) {
+        match self {
+            Self::Bytes(ids) => {
+                for byte in piece {
+                    let id = ids[usize::from(*byte)];
+                    if id != NONE {
+                        symbol(id);
+                    }
+                }
+            }
+            Self::Characters(characters) => {
+                let mut at = 0;
+                let mut after_unknown = false;
+                while let Some(lead) = piece.get(at) {
+                    let (codepoint, len) = match lead {
+                        0..0x80 => (u32::from(*lead), 1),
+                        _ => codepoint(piece, at, *lead),
+                    };
+                    let id = characters.id(codepoint);
+                    if id != NONE {
+                        symbol(id);
+                    } else {
+                        match &characters.unknown {
+                            Unknown::Bytes(ids) => piece[at..piece.len().min(at + len)]
+                                .iter()
+                                .for_each(|byte| symbol(ids[usize::from(*byte)])),
+                            Unknown::Token { fused: true, .. } if after_unknown => {}
+                            Unknown::Token { id, .. } => symbol(*id),
+                        }
+                    }
+                    after_unknown = id == NONE;
+                    at += len;
+                }
+            }
+        }
+    }
 }
 
 /// What one encoding at a time needs for itself: memory for long pieces, and the pieces merged lately. Belongs to one
@@ -72,13 +180,13 @@ impl Scratch {
 }
 
 impl Bpe {
-    /// The model of these byte ids, merges and tokens (bytes and id). With `whole_words` each token is taken whole
+    /// The model of this alphabet, merges and tokens (bytes and id). With `whole_words` each token is taken whole
     /// wherever a piece equals it (`ignore_merges`); otherwise only where merging would give the same.
     ///
     /// Ids must be below [`MAX_IDS`] and merges no more than [`MAX_MERGES`].
-    pub(crate) fn new(byte_ids: [u32; 256], merges: &[Merge], tokens: &[(Vec<u8>, u32)], whole_words: bool) -> Self {
+    pub(crate) fn new(alphabet: Alphabet, merges: &[Merge], tokens: &[(Vec<u8>, u32)], whole_words: bool) -> Self {
         let mut model = Self {
-            byte_ids,
+            alphabet,
             pairs: PairTable::new(merges),
             merged: merges.iter().map(|merge| merge.merged).collect(),
             words: WordTable::with_capacity(0),
@@ -97,6 +205,11 @@ impl Bpe {
         }
         model.words = words;
         model
+    }
+
+    /// What merging begins with.
+    pub(crate) fn alphabet(&self) -> &Alphabet {
+        &self.alphabet
     }
 
     /// Appends the ids of the piece `text[start..end]`, which isn't empty.
@@ -149,13 +262,10 @@ impl Bpe {
         // first, of equal ranks the leftmost.
         let mut pairs = [NONE; SHORT + 2];
         let mut len = 0;
-        for byte in piece {
-            let id = self.byte_ids[usize::from(*byte)];
-            if id != NONE {
-                len += 1;
-                symbols[len] = id;
-            }
-        }
+        self.alphabet.for_each_symbol(piece, |id| {
+            len += 1;
+            symbols[len] = id;
+        });
         for place in 0..=len {
             next[place] = place as u8 + 1;
             previous[place + 1] = place as u8;
@@ -204,18 +314,15 @@ impl Bpe {
         let entry = |rank: u32, at: u32| Reverse(u64::from(rank) << 32 | u64::from(at));
         symbols.clear();
         queue.clear();
-        for byte in piece {
-            let id = self.byte_ids[usize::from(*byte)];
-            if id != NONE {
-                let place = symbols.len() as u32;
-                symbols.push(Symbol {
-                    id,
-                    rank: NONE,
-                    previous: place.wrapping_sub(1),
-                    next: place + 1,
-                });
-            }
-        }
+        self.alphabet.for_each_symbol(piece, |id| {
+            let place = symbols.len() as u32;
+            symbols.push(Symbol {
+                id,
+                rank: NONE,
+                previous: place.wrapping_sub(1),
+                next: place + 1,
+            });
+        });
         for at in 1..symbols.len() {
             let rank = self.pairs.rank(symbols[at - 1].id, symbols[at].id);
             symbols[at - 1].rank = rank;
@@ -515,16 +622,16 @@ mod tests {
                 })
                 .collect::<Vec<_>>()
         };
-        (Bpe::new(byte_ids, &merges(), &[], false), merges())
+        (
+            Bpe::new(Alphabet::Bytes(Box::new(byte_ids)), &merges(), &[], false),
+            merges(),
+        )
     }
 
     /// Merging as it is defined: of all pairs the one of least rank, leftmost first, again and again.
     fn by_definition(model: &Bpe, merges: &[Merge], piece: &[u8]) -> Vec<u32> {
-        let mut ids: Vec<u32> = piece
-            .iter()
-            .map(|byte| model.byte_ids[usize::from(*byte)])
-            .filter(|id| *id != NONE)
-            .collect();
+        let mut ids = Vec::new();
+        model.alphabet.for_each_symbol(piece, |id| ids.push(id));
         loop {
             let rank_at = |i: usize| {
                 merges
@@ -555,7 +662,7 @@ mod tests {
     #[test]
     fn pieces_of_every_length_are_found_whole_and_zeros_are_bytes() {
         let words: Vec<(Vec<u8>, u32)> = (1..40u32).map(|len| (vec![b'x'; len as usize], len)).collect();
-        let bpe = Bpe::new([NONE; 256], &[], &words, true);
+        let bpe = Bpe::new(Alphabet::Bytes(Box::new([NONE; 256])), &[], &words, true);
         let text = [b'x'; 64];
         for (word, id) in &words {
             for start in 0..64 - word.len() {

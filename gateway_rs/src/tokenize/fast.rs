@@ -9,29 +9,79 @@ use tokenizers::{NormalizedString, Normalizer};
 use super::added::{AddedTokens, Part};
 use super::bpe::{Bpe, Scratch};
 use super::scan::Pattern;
+use super::units::{spaced, Prefix, Units};
 
-/// A byte-level BPE model that [`super::load`] has understood completely.
+/// A BPE model that [`super::load`] has understood completely.
 pub(crate) struct FastEncoder {
     /// Looked for in the text as written.
     pub(crate) added: Option<AddedTokens>,
     /// Looked for in the normalized text.
     pub(crate) added_normalized: Option<AddedTokens>,
-    pub(crate) nfc: bool,
-    pub(crate) pattern: Pattern,
+    pub(crate) form: Form,
+    pub(crate) cut: Cut,
     pub(crate) bpe: Bpe,
     /// Scratches between encodings, as many as ever ran at once, up to [`FastEncoder::MAX_SCRATCHES`].
     pub(crate) scratches: Mutex<Vec<Scratch>>,
+}
+
+/// How a text is normalized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    AsWritten,
+    /// Normalization form C.
+    Nfc,
+    /// `▁` for each space; with `prefix` one more before the text. Kept in spaced form ([`super::units`]).
+    Spaced {
+        prefix: bool,
+    },
+}
+
+/// How a normalized text is cut into what is merged by itself.
+pub(crate) enum Cut {
+    Pattern(Pattern),
+    Units { units: Units, prefix: Prefix },
+}
+
+/// What goes through one encoding.
+struct Encoding<'a> {
+    scratch: &'a mut Scratch,
+    ids: &'a mut Vec<u32>,
+    limit: usize,
+    specials: bool,
+}
+
+impl Encoding<'_> {
+    fn push(&mut self, id: u32) -> bool {
+        self.ids.push(id);
+        self.ids.len() <= self.limit
+    }
 }
 
 impl FastEncoder {
     /// A scratch holds some megabyte; beyond this many encodings at once, some begin with a new one.
     const MAX_SCRATCHES: usize = 32;
 
+    /// The family's name, for plans and reports.
+    pub(crate) fn name(&self) -> &'static str {
+        match &self.cut {
+            Cut::Pattern(pattern) => pattern.name(),
+            Cut::Units { .. } => "sentencepiece",
+        }
+    }
+
     /// Appends the ids of `text`. Stops with false soon after `ids` holds more than `limit`.
     pub(crate) fn encode(&self, text: &str, specials: bool, limit: usize, ids: &mut Vec<u32>) -> bool {
         // The lock is held for a push or a pop, never while encoding.
         let mut scratch = self.scratches.lock().pop().unwrap_or_default();
-        let within = self.encode_with(text, specials, limit, &mut scratch, ids);
+        let within = self.encode_text(
+            text,
+            &mut Encoding {
+                scratch: &mut scratch,
+                ids,
+                limit,
+                specials,
+            },
+        );
         scratch.trim();
         let mut scratches = self.scratches.lock();
         if scratches.len() < Self::MAX_SCRATCHES {
@@ -40,48 +90,54 @@ impl FastEncoder {
         within
     }
 
-    fn encode_with(&self, text: &str, specials: bool, limit: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) -> bool {
+    fn encode_text(&self, text: &str, to: &mut Encoding<'_>) -> bool {
         let Some(added) = &self.added else {
-            return self.encode_written(text, specials, limit, scratch, ids);
+            return self.encode_written(text, true, to);
         };
-        added.split(text, specials, |part| match part {
-            Part::Text(text) => self.encode_written(text, specials, limit, scratch, ids),
-            Part::Token(id) => {
-                ids.push(id);
-                ids.len() <= limit
-            }
+        added.split(text, to.specials, |part| match part {
+            Part::Text { start, text } => self.encode_written(text, start == 0, to),
+            Part::Token(id) => to.push(id),
         })
     }
 
-    /// A stretch between the added tokens that are looked for in the text as written.
-    fn encode_written(
-        &self,
-        text: &str,
-        specials: bool,
-        limit: usize,
-        scratch: &mut Scratch,
-        ids: &mut Vec<u32>,
-    ) -> bool {
-        let text = if self.nfc { nfc(text) } else { Cow::Borrowed(text) };
+    /// A stretch between the added tokens that are looked for in the text as written; the `first` begins the text.
+    fn encode_written(&self, text: &str, first: bool, to: &mut Encoding<'_>) -> bool {
+        let text = match self.form {
+            Form::AsWritten => Cow::Borrowed(text),
+            Form::Nfc => nfc(text),
+            Form::Spaced { prefix } => spaced(text, prefix && !text.is_empty()),
+        };
         let Some(added) = &self.added_normalized else {
-            return self.encode_pieces(&text, limit, scratch, ids);
+            return self.encode_stretch(&text, first, to);
         };
-        added.split(&text, specials, |part| match part {
-            Part::Text(text) => self.encode_pieces(text, limit, scratch, ids),
-            Part::Token(id) => {
-                ids.push(id);
-                ids.len() <= limit
-            }
+        added.split(&text, to.specials, |part| match part {
+            Part::Text { start, text } => self.encode_stretch(text, first && start == 0, to),
+            Part::Token(id) => to.push(id),
         })
     }
 
-    fn encode_pieces(&self, text: &str, limit: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) -> bool {
-        let bytes = text.as_bytes();
-        self.pattern.for_each_piece(text, |start, end| {
-            self.bpe.encode(bytes, start, end, scratch, ids);
-            ids.len() <= limit
-        });
-        ids.len() <= limit
+    /// A stretch between all added tokens, normalized.
+    fn encode_stretch(&self, text: &str, first: bool, to: &mut Encoding<'_>) -> bool {
+        let (limit, scratch, ids) = (to.limit, &mut *to.scratch, &mut *to.ids);
+        match &self.cut {
+            Cut::Pattern(pattern) => {
+                let bytes = text.as_bytes();
+                pattern.for_each_piece(text, |start, end| {
+                    self.bpe.encode(bytes, start, end, scratch, ids);
+                    ids.len() <= limit
+                });
+                ids.len() <= limit
+            }
+            Cut::Units { units, prefix } => {
+                let may = match prefix {
+                    Prefix::Never => false,
+                    Prefix::First => first,
+                    Prefix::Always => true,
+                };
+                let prefix = may && !text.is_empty() && !text.starts_with([' ', super::units::MARK]);
+                units.encode(&spaced(text, prefix), &self.bpe, limit, scratch, ids)
+            }
+        }
     }
 }
 

@@ -4,7 +4,8 @@
 //! no lock is held while it works. The parts:
 //! - `reference`: Hugging Face `tokenizers`. Loads every file, and is what "the right ids" means.
 //! - `load`: whether our own encoder can honour a file's settings; `check`: whether it then gives the right ids.
-//! - `fast`: our own encoder, out of `added` (added tokens), `scan` over `classes` (pre-tokenisation), `bpe` (merges).
+//! - `fast`: our own encoder, out of `added` (added tokens), `scan` over `classes` (pre-tokenisation) or `units` (where
+//!   there is none), `bpe` (merges).
 //! - [`pieces`]: the bytes of each id.
 //!
 //! Decoding one id at a time is [`crate::detok`].
@@ -20,7 +21,10 @@ pub mod pieces;
 mod reference;
 mod scan;
 #[cfg(test)]
+mod sentencepiece_tests;
+#[cfg(test)]
 mod tests;
+mod units;
 #[cfg(test)]
 mod work;
 
@@ -129,7 +133,7 @@ impl Tokenizer {
         });
         let (encoder, plan) = match checked {
             Ok(encoder) => {
-                let plan = format!("fast:{}", encoder.pattern.name());
+                let plan = format!("fast:{}", encoder.name());
                 (Encoder::Fast(Box::new(encoder)), plan)
             }
             Err(reason) => (Encoder::Reference(reference), format!("reference:{reason}")),
@@ -283,7 +287,7 @@ impl Tokenizer {
         &self.hash
     }
 
-    /// Who encodes: `fast:<pattern family>`, or `reference:<reason>` with the reason our own encoder wasn't taken.
+    /// Who encodes: `fast:<family>`, or `reference:<reason>` with the reason our own encoder wasn't taken.
     #[must_use]
     pub fn plan(&self) -> &str {
         &self.plan

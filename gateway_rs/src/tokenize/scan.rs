@@ -309,13 +309,7 @@ impl<'a, const DIGITS: bool> Scan<'a, DIGITS> {
     #[inline(always)]
     fn letters(&self, mut at: usize) -> usize {
         loop {
-            while let Some(word) = self.word(at) {
-                let letters = leading(ascii_letters(word));
-                at += letters;
-                if letters < 8 {
-                    break;
-                }
-            }
+            at += ascii_letters_from(self.bytes, at);
             let (class, len) = self.at(at);
             if class & LETTER == 0 {
                 return at;
@@ -366,16 +360,7 @@ impl<'a, const DIGITS: bool> Scan<'a, DIGITS> {
 
     /// [`Scan::at`] for a character of several bytes that begins with `lead`.
     fn wide(&self, at: usize, lead: u8) -> (ClassSet, usize) {
-        let continuation = |n: usize| self.bytes.get(at + n).map_or(0, |byte| u32::from(byte & 0x3F));
-        let lead = u32::from(lead);
-        let (codepoint, len) = match lead {
-            0..0xE0 => ((lead & 0x1F) << 6 | continuation(1), 2),
-            0xE0..0xF0 => ((lead & 0x0F) << 12 | continuation(1) << 6 | continuation(2), 3),
-            _ => (
-                (lead & 0x07) << 18 | continuation(1) << 12 | continuation(2) << 6 | continuation(3),
-                4,
-            ),
-        };
+        let (codepoint, len) = codepoint(self.bytes, at, lead);
         let class = self.classes.of(codepoint);
         // The reference's `Digits` step asks Rust's standard library, which may know numbers that its regex engine
         // doesn't yet.
@@ -384,6 +369,35 @@ impl<'a, const DIGITS: bool> Scan<'a, DIGITS> {
         }
         (class, len)
     }
+}
+
+/// The codepoint and length of the character of several bytes at `at`, whose first byte is `lead`. The bytes are UTF-8.
+#[inline(always)]
+pub(crate) fn codepoint(bytes: &[u8], at: usize, lead: u8) -> (u32, usize) {
+    let continuation = |n: usize| bytes.get(at + n).map_or(0, |byte| u32::from(byte & 0x3F));
+    let lead = u32::from(lead);
+    match lead {
+        0..0xE0 => ((lead & 0x1F) << 6 | continuation(1), 2),
+        0xE0..0xF0 => ((lead & 0x0F) << 12 | continuation(1) << 6 | continuation(2), 3),
+        _ => (
+            (lead & 0x07) << 18 | continuation(1) << 12 | continuation(2) << 6 | continuation(3),
+            4,
+        ),
+    }
+}
+
+/// How many ASCII letters there are from `at` on, counted eight at a time; a remainder of fewer than eight bytes is left.
+#[inline(always)]
+pub(crate) fn ascii_letters_from(bytes: &[u8], mut at: usize) -> usize {
+    let start = at;
+    while let Some(chunk) = bytes.get(at..).and_then(|rest| rest.first_chunk()) {
+        let letters = leading(ascii_letters(u64::from_le_bytes(*chunk)));
+        at += letters;
+        if letters < 8 {
+            break;
+        }
+    }
+    at - start
 }
 
 /// What `cased` found.

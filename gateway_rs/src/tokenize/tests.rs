@@ -13,7 +13,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::utils::SysRegex;
 
 use super::check::{agree, ATOMS, TEXTS};
-use super::fast::is_inert;
+use super::fast::{is_inert, Cut};
 use super::reference::Reference;
 use super::scan::{expressions, Pattern};
 use super::*;
@@ -35,7 +35,7 @@ static MODEL: LazyLock<Value> = LazyLock::new(|| {
     serde_json::to_value(&*tokenizer).unwrap()["model"].take()
 });
 
-fn added(id: u32, content: &str, set: &[&str]) -> Value {
+pub(super) fn added(id: u32, content: &str, set: &[&str]) -> Value {
     let has = |flag| set.contains(&flag);
     json!({
         "id": id, "content": content, "special": has("special"), "normalized": has("normalized"),
@@ -91,6 +91,34 @@ fn families() -> Vec<(&'static str, Value)> {
     ]
 }
 
+/// A run of `quick` cases, or of as many as `HEADRACE_PROPTEST_CASES` says.
+pub(super) fn runner(quick: u32) -> TestRunner {
+    TestRunner::new(Config {
+        failure_persistence: None,
+        ..Config::with_cases(cases(quick))
+    })
+}
+
+/// Random texts have the reference's ids on this file.
+pub(super) fn check_random_texts(json: &[u8]) {
+    let (encoder, reference) = unchecked(json);
+    let result = runner(1_000).run(&texts(), |text| {
+        for specials in [true, false] {
+            let mut ids = Vec::new();
+            encoder.encode(&text, specials, usize::MAX, &mut ids);
+            prop_assert_eq!(
+                Ok(ids),
+                reference.encode(&text, specials),
+                "{}, {:?}",
+                encoder.name(),
+                text
+            );
+        }
+        Ok(())
+    });
+    assert!(result.is_ok(), "{}", result.unwrap_err());
+}
+
 /// Bytes without a token, as in SmolLM2's vocabulary.
 fn without_some_bytes(document: &mut Value) {
     let vocab = document["model"]["vocab"].as_object_mut().unwrap();
@@ -113,7 +141,7 @@ fn awkward_added_tokens(document: &mut Value) {
     ]);
 }
 
-fn bytes(document: &Value) -> Vec<u8> {
+pub(super) fn bytes(document: &Value) -> Vec<u8> {
     serde_json::to_vec(document).unwrap()
 }
 
@@ -128,7 +156,7 @@ fn named_files() -> Vec<Vec<u8>> {
 }
 
 /// Texts of troublesome pieces, with the vocabulary's own words and any characters between.
-fn texts() -> impl Strategy<Value = String> {
+pub(super) fn texts() -> impl Strategy<Value = String> {
     let atom = prop_oneof![
         6 => proptest::sample::select(ATOMS).prop_map(str::to_owned),
         1 => any::<char>().prop_map(String::from),
@@ -146,7 +174,7 @@ fn cases(quick: u32) -> u32 {
 }
 
 /// The fast encoder of a document, whatever the load check says: the tests below are the check.
-fn unchecked(json: &[u8]) -> (FastEncoder, Reference) {
+pub(super) fn unchecked(json: &[u8]) -> (FastEncoder, Reference) {
     let reference = Reference::from_bytes(json).unwrap();
     let encoder = load::fast_encoder(&serde_json::from_slice(json).unwrap(), &reference).unwrap();
     (encoder, reference)
@@ -154,7 +182,7 @@ fn unchecked(json: &[u8]) -> (FastEncoder, Reference) {
 
 #[test]
 fn each_family_is_encoded_by_our_own_encoder() {
-    for (plan, document) in families() {
+    for (plan, document) in families().into_iter().chain(sentencepiece_tests::families()) {
         assert_eq!(Tokenizer::from_bytes(&bytes(&document)).unwrap().plan(), plan);
     }
 }
@@ -167,26 +195,7 @@ fn random_texts_have_the_ids_of_the_reference() {
         .chain(named_files())
         .collect::<Vec<_>>();
     for json in documents {
-        let (encoder, reference) = unchecked(&json);
-        let mut runner = TestRunner::new(Config {
-            failure_persistence: None,
-            ..Config::with_cases(cases(1_000))
-        });
-        let result = runner.run(&texts(), |text| {
-            for specials in [true, false] {
-                let mut ids = Vec::new();
-                encoder.encode(&text, specials, usize::MAX, &mut ids);
-                prop_assert_eq!(
-                    Ok(ids),
-                    reference.encode(&text, specials),
-                    "{:?}, {:?}",
-                    encoder.pattern,
-                    text
-                );
-            }
-            Ok(())
-        });
-        assert!(result.is_ok(), "{}", result.unwrap_err());
+        check_random_texts(&json);
     }
 }
 
@@ -344,7 +353,7 @@ fn a_difference_found_at_load_hands_the_model_to_the_reference() {
     let spellings = Spellings::new(reference.spellings());
     let table = token_table(&reference, &spellings, PieceStyle::ByteLevel).unwrap();
     assert_eq!(check::first_difference(&encoder, &reference, &table), None);
-    encoder.pattern = Pattern::Cl100k { digits: 3 };
+    encoder.cut = Cut::Pattern(Pattern::Cl100k { digits: 3 });
     assert!(check::first_difference(&encoder, &reference, &table).is_some());
 }
 
@@ -383,11 +392,7 @@ fn decoding_gives_the_text_back_and_is_what_the_reference_gives() {
     let json = bytes(&document(byte_level(true), |_| ()));
     let tokenizer = Arc::new(Tokenizer::from_bytes(&json).unwrap());
     let reference = Reference::from_bytes(&json).unwrap();
-    let mut runner = TestRunner::new(Config {
-        failure_persistence: None,
-        ..Config::with_cases(cases(500))
-    });
-    let result = runner.run(
+    let result = runner(500).run(
         &(texts(), proptest::collection::vec(0u32..870, 0..12)),
         |(text, random)| {
             prop_assert_eq!(tokenizer.decode(&tokenizer.encode(&text), false), text);
@@ -429,11 +434,7 @@ fn a_stream_gives_what_the_whole_gives_whatever_the_decoder() {
         let reference = Reference::from_bytes(&json).unwrap();
         // Ids of characters and words; no bytes, whose decoding isn't a stream's in the reference.
         let ids = proptest::collection::vec(259u32..265, 0..10);
-        let mut runner = TestRunner::new(Config {
-            failure_persistence: None,
-            ..Config::with_cases(cases(200))
-        });
-        let result = runner.run(&ids, |ids| {
+        let result = runner(200).run(&ids, |ids| {
             let mut stream = StreamDecoder::new(&tokenizer, true);
             let mut text = String::new();
             ids.iter().for_each(|id| stream.push(*id, &mut text));
