@@ -198,12 +198,13 @@ class WorkerConfig:
         1, "threads of one llama.cpp step; two spin against any busy neighbour", minimum=1, maximum=256
     )
     prefix_cache: bool = setting(True, "reuse the KV of prompts with the same beginning")
-    prefix_cache_tokens: int = setting(
-        # llama.cpp's attention looks at every cell up to the last one in use, whoever's it is: on a CPU, what is kept
-        # makes each step of everybody slower (with 16,384 tokens a batch of 8 took 1.45 times as long).
-        2048,
-        "llama_cpp engine: tokens of KV kept for reuse when no request uses them",
+    prefix_cache_mib: int = setting(
+        # Beside the KV and not in it: llama.cpp's attention looks at every cell up to the last one in use, whoever's it
+        # is, so that what is kept there makes each step of everybody slower.
+        1024,
+        "llama_cpp engine: MiB of memory for the KV of prompts that no request uses now; taken as it fills",
         minimum=0,
+        maximum=1 << 20,
     )
     stall_timeout_s: float = setting(60.0, "a step that takes longer makes the worker unhealthy", minimum=0.1)
     drain_grace_s: float = setting(30.0, "time for running requests to finish after SIGTERM", minimum=0.0)

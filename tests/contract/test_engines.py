@@ -62,7 +62,6 @@ def sim() -> BatchLoop:
         chunk_tokens=64,
         idle_chunk_tokens=512,
         max_waiting=64,
-        lanes=16,
     )
     timing = Timing(prefill_tokens_per_s=1e5, step_s=0.0005, step_s_per_sequence=0.0)
     return BatchLoop(SimBackend(limits, timing, vocab_size=1000, output_tokens=12), hash_blocks=names)
@@ -216,7 +215,6 @@ async def test_load_returns_to_zero(bench: Bench) -> None:
     load = await bench.at_rest()
     assert load.kv_blocks_used == 0
     assert load.waiting_prompt_tokens == load.running_prompt_tokens == load.context_tokens == 0
-    assert load.kv_blocks_cached <= load.kv_blocks_total
 
 
 async def test_greedy_is_the_same_again_and_in_company(bench: Bench) -> None:

@@ -163,7 +163,6 @@ async def a_worker(timing: Timing = FAST, **settings: Any) -> AsyncIterator[Work
         chunk_tokens=16,
         idle_chunk_tokens=32,
         max_waiting=config.max_waiting,
-        lanes=2 * config.slots,
     )
     backend = SimBackend(limits, timing, vocab_size=1000, eos_ids=(900, 901))
     server = Service("worker", "127.0.0.1:0")

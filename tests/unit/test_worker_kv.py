@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.worker.engine import BlocksRemoved, BlocksStored
-from headrace.worker.kv import CopyLane, KvAccounts, Lane, Scope, TrimLane
+from headrace.worker.kv import CopyLane, KvAccounts, Lane, LoadBlock, SaveBlock, Scope, TrimLane
 
 SIZE = 2
 
@@ -24,15 +24,27 @@ def names(ids: list[int], lora: str, salt: bytes) -> list[int]:
 class Ledger:
     """What each lane's KV holds, by the operations alone; and what the events say is held."""
 
-    def __init__(self, kv: KvAccounts) -> None:
+    def __init__(self, kv: KvAccounts, beside: int | None) -> None:
         self.kv = kv
+        self.beside = beside
         self.cells: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.places: dict[int, list[tuple[int, ...]]] = {}
         self.running: dict[int, tuple[Lane, list[int], int]] = {}
         self.held: set[int] = set()
 
     def settle(self) -> None:
         for operation in self.kv.take_operations():
-            if isinstance(operation, TrimLane):
+            if isinstance(operation, SaveBlock):
+                saved = self.cells[operation.lane]
+                self.places[operation.place] = [saved[p] for p in range(operation.start, operation.end)]
+            elif isinstance(operation, LoadBlock):
+                target = self.cells.setdefault(operation.lane, {})
+                for position, text in zip(
+                    range(operation.start, operation.end), self.places[operation.place], strict=True
+                ):
+                    assert position not in target
+                    target[position] = text
+            elif isinstance(operation, TrimLane):
                 lane = self.cells.setdefault(operation.lane, {})
                 for position in [p for p in lane if p >= operation.start and (operation.end < 0 or p < operation.end)]:
                     del lane[position]
@@ -67,7 +79,8 @@ class Ledger:
             flat = [token for node in lane.path for token in node.ids]
             assert flat == ids[: len(flat)]
         assert kv.used_blocks == len(nodes) + private
-        assert kv.used_blocks + kv.cached_blocks <= kv.total_blocks
+        assert kv.used_blocks <= kv.total_blocks
+        assert kv.cached_blocks <= (kv.total_blocks - kv.used_blocks if self.beside is None else self.beside)
         # Every public block is announced, and nothing else.
         public = {node.hash for lane, _, _ in self.running.values() if lane.scope.private is None for node in lane.path}
         assert public <= self.held
@@ -75,11 +88,16 @@ class Ledger:
 
 
 @settings(deadline=None, max_examples=300)
-@given(seed=st.integers(0, 2**32), blocks=st.integers(3, 14), lanes=st.integers(2, 6))
-def test_the_accounts_are_what_is_there(seed: int, blocks: int, lanes: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.integers(3, 14),
+    lanes=st.integers(2, 6),
+    beside=st.none() | st.integers(0, 9),
+)
+def test_the_accounts_are_what_is_there(seed: int, blocks: int, lanes: int, beside: int | None) -> None:
     dice = random.Random(seed)
-    kv = KvAccounts(blocks, SIZE, lanes, hash_blocks=names)
-    ledger = Ledger(kv)
+    kv = KvAccounts(blocks, SIZE, lanes, hash_blocks=names, keep_beside=beside)
+    ledger = Ledger(kv, beside)
     fresh = iter(range(10**6))
 
     def text() -> list[int]:
@@ -184,16 +202,29 @@ def test_the_least_recently_used_goes_first_from_its_end() -> None:
     assert use(new) == 0
 
 
-def test_what_is_kept_for_reuse_is_bounded() -> None:
-    accounts = KvAccounts(64, 4, 16, hash_blocks=None, max_cached_blocks=3)
+def test_what_is_kept_beside_is_bounded_and_takes_nothing_from_those_that_run() -> None:
+    accounts = KvAccounts(3, 4, 16, hash_blocks=None, keep_beside=3)
     for start in range(0, 5000, 1000):
         ids = list(range(start, start + 9))
+        # All of the KV, beside whatever is kept.
         lane = accounts.admit(ids, Scope(), reuse=True, headroom=0)
         assert lane is not None
-        assert accounts.grow(lane, len(ids))
+        assert lane.blocks == 3
         accounts.close(lane, ids, len(ids), keep=True)
         assert accounts.cached_blocks <= 3
-    # The youngest stays: its two full blocks are found again.
+    # The youngest stays: its two full blocks are found again, and are still kept while they are used.
     again = accounts.admit([*range(4000, 4009), 1], Scope(), reuse=True, headroom=0)
     assert again is not None
     assert len(again.path) == 2
+    assert accounts.cached_blocks == 3
+
+
+def test_what_is_kept_already_is_not_saved_again() -> None:
+    accounts = KvAccounts(8, SIZE, 4, hash_blocks=None, keep_beside=8)
+    saved = []
+    for _ in range(3):
+        lane = accounts.admit([1, 2, 3, 4, 5], Scope(), reuse=True, headroom=0)
+        assert lane is not None
+        accounts.close(lane, [1, 2, 3, 4, 5], 5, keep=True)
+        saved.append(sum(isinstance(each, SaveBlock) for each in accounts.take_operations()))
+    assert saved == [2, 0, 0]

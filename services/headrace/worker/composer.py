@@ -64,10 +64,8 @@ class Limits:
     #: Prompt tokens in a step in which nothing decodes.
     idle_chunk_tokens: int
     max_waiting: int
-    #: Sequences that the engine can tell apart; those beyond the slots hold blocks for reuse.
-    lanes: int
-    #: Blocks held for reuse at most; None: whatever room there is.
-    max_cached_blocks: int | None = None
+    #: Blocks that the engine can keep for reuse beside its KV; None: it keeps them in it, as far as there is room.
+    keep_beside: int | None = None
 
 
 @dataclass(slots=True)
@@ -214,10 +212,10 @@ class Composer:
         self.kv = KvAccounts(
             limits.kv_blocks,
             limits.block_tokens,
-            limits.lanes,
+            limits.slots,
             hash_blocks=hash_blocks,
             keep=keep_prefixes,
-            max_cached_blocks=limits.max_cached_blocks,
+            keep_beside=limits.keep_beside,
         )
         self._states: dict[int, _RequestState] = {}
         #: Both in order.

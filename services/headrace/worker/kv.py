@@ -1,16 +1,19 @@
 """KV accounts: what a batching engine may hold, and what it can reuse.
 
-KV memory is counted in *blocks* of ``block_tokens`` tokens, with a hard bound. A *lane* is one sequence as the engine
-knows it (llama.cpp's ``seq_id``): a run of positions from 0. A lane's blocks are either *shared*, nodes of a tree in
-which a full block of ids and all before it is stored once, or *private*, its unfinished tail.
+KV memory is counted in *blocks* of ``block_tokens`` tokens, with a hard bound. A *lane* is one running sequence as the
+engine knows it (llama.cpp's ``seq_id``): a run of positions from 0. A lane's blocks are either *shared*, nodes of a
+tree in which a full block of ids and all before it is stored once, or *private*, its unfinished tail.
 
 The tree is a radix tree over full blocks: a child is found by its ids themselves, so that a hash (which is only a name
 for others, in block events) can never make two texts the same. Its roots are scopes: adapter and tenant salt.
 The invariant that all rests on: **a lane that is on a node is on all of the node's ancestors.** So any one lane of a
-node can serve as the source from which its whole prefix is copied, and a node without lanes has no KV.
+node can serve as the source from which its whole prefix is copied.
 
-A finished sequence's lane stays as a *holder* of its blocks, least recently used first to go, block by block from its
-end.
+What no lane uses any more is *kept* for reuse, block by block, each in a numbered *place*: saved when its last lane
+leaves, loaded when a new one comes. Places are either **beside** the KV (``keep_beside`` of them: llama.cpp, whose
+attention looks at every cell in use, so that what is kept among the cells would slow down every step of everybody; its
+places are plain memory) or **in** it, as cells that are free on demand. The least recently used goes first; a path is
+touched from its end, so that a block always goes before those it follows.
 
 Nothing here touches an engine: changes come out as operations (``take_operations``), to be applied in order before the
 next step, and as block changes (``take_changes``).
@@ -19,7 +22,7 @@ next step, and as block changes (``take_changes``).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.worker.engine import BlockChange, BlocksRemoved, BlocksStored
@@ -47,7 +50,27 @@ class TrimLane:
     end: int = -1
 
 
-Operation = CopyLane | TrimLane
+@dataclass(frozen=True, slots=True)
+class SaveBlock:
+    """The KV of ``lane`` at positions ``start`` to ``end`` is written to ``place``, over what was there."""
+
+    lane: int
+    place: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlock:
+    """Lane ``lane`` gets the KV that is in ``place``, which stays there: positions ``start`` to ``end``."""
+
+    lane: int
+    place: int
+    start: int
+    end: int
+
+
+Operation = CopyLane | TrimLane | SaveBlock | LoadBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +83,19 @@ class Scope:
 
 
 class _Node:
-    __slots__ = ("children", "hash", "ids", "lanes", "parent", "running")
+    """A full block: on the lanes that run over it, or kept in a place, or both."""
 
-    def __init__(self, parent: _Node | None, ids: tuple[int, ...], hash_: int) -> None:
+    __slots__ = ("children", "hash", "ids", "lanes", "parent", "place", "scope")
+
+    def __init__(self, parent: _Node | None, scope: Scope, ids: tuple[int, ...], hash_: int) -> None:
         self.parent = parent
+        self.scope = scope
         self.ids = ids
         self.hash = hash_
         self.children: dict[tuple[int, ...], _Node] = {}
         self.lanes: set[int] = set()
-        #: How many of the lanes are not holders.
-        self.running = 0
+        #: Where it is kept; None = nowhere.
+        self.place: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -82,8 +108,6 @@ class Lane:
     path: list[_Node] = field(default_factory=list)
     private_blocks: int = 0
     hashes: list[int] = field(default_factory=list)
-    #: The holder whose whole text this one continues.
-    continues: int | None = None
 
     @property
     def blocks(self) -> int:
@@ -101,20 +125,21 @@ class KvAccounts:
         *,
         hash_blocks: HashBlocks | None,
         keep: bool = True,
-        max_cached_blocks: int | None = None,
+        keep_beside: int | None = None,
     ) -> None:
+        """``keep``: whether anything is kept for reuse; ``keep_beside``: so many blocks beside the KV, None = in it."""
         self.total_blocks = total_blocks
-        #: Kept for reuse at most; None: whatever room there is.
-        self._max_cached_blocks = total_blocks if max_cached_blocks is None else max_cached_blocks
         self.block_tokens = block_tokens
         self._hash_blocks = hash_blocks
-        #: Keep the blocks of finished sequences.
-        self._keep = keep
+        self._beside = keep_beside is not None
+        places = total_blocks if keep_beside is None else keep_beside
+        self._places = places if keep else 0
+        self._free_places = list(range(self._places - 1, -1, -1))
         self._lane_ids = list(range(lanes - 1, -1, -1))
         self._roots: dict[Scope, _Node] = {}
-        self._holders: OrderedDict[int, Lane] = OrderedDict()
+        #: All that have a place; the least recently used first, no block before those that follow it.
+        self._kept: OrderedDict[_Node, None] = OrderedDict()
         self._used_nodes = 0
-        self._cached_nodes = 0
         self._private_blocks = 0
         self._operations: list[Operation] = []
         self._changes: list[BlockChange] = []
@@ -128,8 +153,8 @@ class KvAccounts:
 
     @property
     def cached_blocks(self) -> int:
-        """Held only for reuse."""
-        return self._cached_nodes
+        """Kept for reuse: free on demand when they are in the KV, otherwise beside it."""
+        return len(self._kept)
 
     @property
     def available_blocks(self) -> int:
@@ -152,19 +177,15 @@ class KvAccounts:
     def admit(self, ids: list[int], scope: Scope, *, reuse: bool, headroom: int) -> Lane | None:
         """A lane with blocks for all of the ids, of which ``len(path)`` are there already; None when they do not fit
         beside ``headroom`` further blocks. At least the last id is left to be computed."""
-        path = self._match(self._roots.get(scope), [], ids) if reuse else []
-        revived = sum(1 for node in path if not node.running)
+        if not self._lane_ids:
+            return None
+        path = self._match(self._roots.get(scope), 0, ids) if reuse else []
+        revived = sum(1 for node in path if not node.lanes)
         wanted = self.blocks_for(len(ids)) - len(path)
         if wanted + revived + headroom > self.available_blocks:
             return None
-        if not self._lane_ids:
-            self._free_lane()
-            # That may have taken a part of the path; the sum above stays the same.
-            path = self._match(self._roots.get(scope), [], ids) if reuse else []
-            wanted = self.blocks_for(len(ids)) - len(path)
         lane = Lane(self._lane_ids.pop(), scope)
         self._attach(lane, path)
-        self._make_room(wanted)
         self._add_private(lane, wanted)
         return lane
 
@@ -172,20 +193,19 @@ class KvAccounts:
         """Looks again for blocks that others have computed since; the tokens that are there now."""
         if computed != len(lane.path) * self.block_tokens:
             return computed
-        found = self._match(lane.path[-1] if lane.path else self._roots.get(lane.scope), lane.path, ids)
+        found = self._match(lane.path[-1] if lane.path else self._roots.get(lane.scope), len(lane.path), ids)
         if found:
-            self._attach(lane, found)
             self._add_private(lane, -len(found))
+            self._attach(lane, found)
         return len(lane.path) * self.block_tokens
 
     def grow(self, lane: Lane, tokens: int) -> bool:
-        """Makes the lane hold so many tokens, giving up cached blocks for it; False when there are none left."""
+        """Makes the lane hold so many tokens, giving up kept blocks for it; False when there are none left."""
         wanted = self.blocks_for(tokens) - lane.blocks
         if wanted <= 0:
             return True
         if wanted > self.available_blocks:
             return False
-        self._make_room(wanted)
         self._add_private(lane, wanted)
         return True
 
@@ -198,39 +218,36 @@ class KvAccounts:
         first = len(lane.path)
         if full <= first:
             return
-        parent = lane.path[-1] if lane.path else self._roots.setdefault(lane.scope, _Node(None, (), 0))
+        parent = lane.path[-1] if lane.path else self._roots.setdefault(lane.scope, _Node(None, lane.scope, (), 0))
         hashes = self._hashes(lane, ids, full)
         stored: list[int] = []
         stored_parent = parent.hash
         for index in range(first, full):
             start = index * self.block_tokens
-            block = tuple(ids[start : start + self.block_tokens])
+            end = start + self.block_tokens
+            block = tuple(ids[start:end])
             node = parent.children.get(block)
             if node is None:
-                node = _Node(parent, block, hashes[index] if hashes else 0)
+                node = _Node(parent, lane.scope, block, hashes[index] if hashes else 0)
                 parent.children[block] = node
-                # As if cached for a moment; _enter counts it as used.
-                self._cached_nodes += 1
                 stored.append(node.hash)
             else:
                 self._announce(stored_parent, stored, lane.scope)
                 stored, stored_parent = [], node.hash
-                source = next(iter(node.lanes))
-                self._operations.append(TrimLane(lane.id, start, start + self.block_tokens))
-                self._operations.append(CopyLane(source, lane.id, start, start + self.block_tokens))
-            self._enter(lane, node)
+                if node.lanes:
+                    source = next(iter(node.lanes))
+                    self._operations.append(TrimLane(lane.id, start, end))
+                    self._operations.append(CopyLane(source, lane.id, start, end))
             self._add_private(lane, -1)
+            self._enter(lane, node)
             parent = node
         self._announce(stored_parent, stored, lane.scope)
 
     def fork(self, lane: Lane) -> Lane | None:
         """A lane that will share what this one computes (``join``); None when there is no room. It holds one private
         block meanwhile: the copy of the unfinished tail, or the next block."""
-        if self.available_blocks < 1:
+        if self.available_blocks < 1 or not self._lane_ids:
             return None
-        self._make_room(1)
-        if not self._lane_ids:
-            self._free_lane()
         twin = Lane(self._lane_ids.pop(), lane.scope)
         self._add_private(twin, 1)
         return twin
@@ -243,48 +260,49 @@ class KvAccounts:
         self._operations.append(CopyLane(lane.id, twin.id, 0, tokens))
 
     def close(self, lane: Lane, ids: list[int], computed: int, *, keep: bool) -> None:
-        """The sequence is over. With ``keep`` its full blocks stay for others until the room is needed."""
-        keep = keep and self._keep and lane.scope.private is None
+        """The sequence is over. With ``keep`` those of its full blocks that nobody else runs on are kept for others."""
+        keep = keep and self._places > 0 and lane.scope.private is None
         if keep:
             self.commit(lane, ids, computed)
         self._add_private(lane, -lane.private_blocks)
-        # Nothing to hold, or another lane holds all of it already.
-        if not keep or not lane.path or len(lane.path[-1].lanes) > 1:
-            self._drop(lane, running=True)
-        else:
-            self._hold(lane)
-        self._shed(self._max_cached_blocks)
-
-    def _hold(self, lane: Lane) -> None:
-        """The lane's blocks stay, as the youngest of those held for reuse."""
-        for node in lane.path:
-            node.running -= 1
-            if not node.running:
-                self._used_nodes -= 1
-                self._cached_nodes += 1
-        self._operations.append(TrimLane(lane.id, len(lane.path) * self.block_tokens))
-        if lane.continues is not None and (holder := self._holders.get(lane.continues)) is not None:
-            depth = len(holder.path)
-            if depth <= len(lane.path) and lane.path[depth - 1] is holder.path[-1]:
-                self._drop(self._holders.pop(holder.id), running=False)
-        self._holders[lane.id] = lane
+        removed: list[int] = []
+        while lane.path:
+            depth = len(lane.path)
+            node = lane.path.pop()
+            node.lanes.discard(lane.id)
+            if node.lanes:
+                self._touch(node)
+                continue
+            self._used_nodes -= 1
+            # What lies deeper than there are places would only push out itself.
+            if keep and node.place is None and depth <= self._places:
+                self._save(lane, node, depth, removed)
+            if node.place is None:
+                self._remove(node, removed)
+            else:
+                self._touch(node)
+        self._operations.append(TrimLane(lane.id, 0))
+        self._lane_ids.append(lane.id)
+        self._forget(removed)
 
     def undo(self, lane: Lane, computed: int) -> None:
         """What lies beyond the first ``computed`` tokens was written by a step that does not count."""
         self._operations.append(TrimLane(lane.id, computed))
 
     def clear_cached(self) -> None:
-        """Gives up all that is held only for reuse."""
-        while self._holders:
-            self._drop(self._holders.popitem(last=False)[1], running=False)
+        """Gives up all that is kept for reuse."""
+        removed: list[int] = []
+        while self._kept:
+            self._give_up_oldest(removed)
+        self._forget(removed)
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- inside: the tree --------------------------------------------------------------------------------------------
 
-    def _match(self, root: _Node | None, path: list[_Node], ids: list[int]) -> list[_Node]:
+    def _match(self, node: _Node | None, depth: int, ids: list[int]) -> list[_Node]:
+        """The blocks of the ids that are there below ``node``, which is ``depth`` blocks deep."""
         found: list[_Node] = []
-        node = root
         size = self.block_tokens
-        for index in range(len(path), (len(ids) - 1) // size):
+        for index in range(depth, (len(ids) - 1) // size):
             if node is None:
                 break
             node = node.children.get(tuple(ids[index * size : (index + 1) * size]))
@@ -292,85 +310,86 @@ class KvAccounts:
                 found.append(node)
         return found
 
-    def _free_lane(self) -> None:
-        # There are at least as many lanes as slots, so when none is free a holder has one.
-        self._drop(self._holders.popitem(last=False)[1], running=False)
-
-    def _attach(self, lane: Lane, nodes: list[_Node]) -> None:
-        if not nodes:
-            return
-        source = next(iter(nodes[-1].lanes))
-        start = len(lane.path) * self.block_tokens
+    def _attach(self, lane: Lane, nodes: Sequence[_Node]) -> None:
+        """The lane takes over blocks that are there: first those of running lanes, then those that are kept."""
+        size = self.block_tokens
+        start = position = len(lane.path) * size
+        source: int | None = None
         for node in nodes:
+            if node.lanes:
+                source, position = next(iter(node.lanes)), position + size
+        if source is not None:
+            self._operations.append(CopyLane(source, lane.id, start, position))
+        for node in nodes:
+            if not node.lanes:
+                assert node.place is not None
+                self._operations.append(LoadBlock(lane.id, node.place, position, position + size))
+                position += size
             self._enter(lane, node)
-        self._operations.append(CopyLane(source, lane.id, start, len(lane.path) * self.block_tokens))
-        if (holder := self._holders.get(source)) is not None:
-            self._holders.move_to_end(source)
-            if holder.path[-1] is nodes[-1]:
-                lane.continues = source
+        for node in reversed(lane.path):
+            self._touch(node)
 
     def _enter(self, lane: Lane, node: _Node) -> None:
-        node.lanes.add(lane.id)
-        if not node.running:
-            self._cached_nodes -= 1
+        if not node.lanes:
             self._used_nodes += 1
-        node.running += 1
+            if not self._beside and node.place is not None:
+                self._vacate(node)
+        node.lanes.add(lane.id)
         lane.path.append(node)
 
+    def _remove(self, node: _Node, removed: list[int]) -> None:
+        """A block that is neither running nor kept, and all that follows it: without it they can't be found."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.ids]
+        if parent.parent is None and not parent.children:
+            self._roots.pop(node.scope, None)
+        pending = [node]
+        while pending:
+            gone = pending.pop()
+            pending.extend(gone.children.values())
+            if gone.place is not None:
+                self._vacate(gone)
+            if gone.scope.private is None:
+                removed.append(gone.hash)
+
     def _add_private(self, lane: Lane, blocks: int) -> None:
+        """Kept blocks make room for it where they are in the KV; the caller has seen that there is enough."""
         lane.private_blocks += blocks
         self._private_blocks += blocks
-
-    def _make_room(self, blocks: int) -> None:
-        """Gives up cached blocks until so many are free. The caller has seen that there are enough."""
-        self._shed(self.total_blocks - self.used_blocks - blocks)
-
-    def _shed(self, most: int) -> None:
-        """Gives up cached blocks, the longest unused first, until at most so many are left."""
-        removed: list[int] = []
-        while self._cached_nodes > most:
-            lane = next(iter(self._holders.values()))
-            if len(lane.path[-1].lanes) > 1:
-                # Others hold all that this one does: it goes without loss.
-                self._drop(self._holders.pop(lane.id), running=False)
-                continue
-            removed.append(self._leave(lane, running=False))
-            if lane.path:
-                self._operations.append(TrimLane(lane.id, len(lane.path) * self.block_tokens))
-            else:
-                self._drop(self._holders.pop(lane.id), running=False)
-        self._forget(removed)
-
-    def _drop(self, lane: Lane, *, running: bool) -> None:
-        """The lane leaves all its nodes and its id is free."""
-        removed = []
-        while lane.path:
-            gone = lane.path[-1]
-            hash_ = self._leave(lane, running=running)
-            if not gone.lanes:
-                removed.append(hash_)
-        if lane.scope.private is None:
+        if not self._beside and len(self._kept) > self.total_blocks - self.used_blocks:
+            removed: list[int] = []
+            while len(self._kept) > self.total_blocks - self.used_blocks:
+                self._give_up_oldest(removed)
             self._forget(removed)
-        self._operations.append(TrimLane(lane.id, 0))
-        self._lane_ids.append(lane.id)
 
-    def _leave(self, lane: Lane, *, running: bool) -> int:
-        """The lane gives up its last shared block; that block's hash."""
-        node = lane.path.pop()
-        node.lanes.discard(lane.id)
-        if running:
-            node.running -= 1
-            if not node.running:
-                self._used_nodes -= 1
-                self._cached_nodes += 1
+    # --- inside: what is kept ----------------------------------------------------------------------------------------
+
+    def _save(self, lane: Lane, node: _Node, depth: int, removed: list[int]) -> None:
+        if not self._free_places:
+            self._give_up_oldest(removed)
+        node.place = self._free_places.pop()
+        self._kept[node] = None
+        end = depth * self.block_tokens
+        self._operations.append(SaveBlock(lane.id, node.place, end - self.block_tokens, end))
+
+    def _touch(self, node: _Node) -> None:
+        if node.place is not None:
+            self._kept.move_to_end(node)
+
+    def _vacate(self, node: _Node) -> None:
+        assert node.place is not None
+        del self._kept[node]
+        self._free_places.append(node.place)
+        node.place = None
+
+    def _give_up_oldest(self, removed: list[int]) -> None:
+        node = next(iter(self._kept))
+        self._vacate(node)
         if not node.lanes:
-            self._cached_nodes -= 1
-            parent = node.parent
-            assert parent is not None
-            del parent.children[node.ids]
-            if parent.parent is None and not parent.children:
-                self._roots.pop(lane.scope, None)
-        return node.hash
+            self._remove(node, removed)
+
+    # --- inside: what others hear ------------------------------------------------------------------------------------
 
     def _hashes(self, lane: Lane, ids: list[int], full: int) -> list[int]:
         if self._hash_blocks is None or lane.scope.private is not None:

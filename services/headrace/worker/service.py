@@ -150,11 +150,11 @@ class WorkerMetrics(Collector):
         requests.add_metric(["waiting"], load.waiting_requests)
         requests.add_metric(["running"], load.running_requests)
         yield requests
-        blocks = GaugeMetricFamily("headrace_worker_kv_blocks", "KV blocks", labels=["state"])
+        blocks = GaugeMetricFamily("headrace_worker_kv_blocks", "KV blocks, free ones on demand", labels=["state"])
         blocks.add_metric(["used"], load.kv_blocks_used)
-        blocks.add_metric(["cached"], load.kv_blocks_cached)
-        blocks.add_metric(["free"], load.kv_blocks_total - load.kv_blocks_used - load.kv_blocks_cached)
+        blocks.add_metric(["free"], load.kv_blocks_total - load.kv_blocks_used)
         yield blocks
+        yield GaugeMetricFamily("headrace_worker_kept_blocks", "Blocks kept for reuse", value=load.kv_blocks_cached)
         tokens = CounterMetricFamily("headrace_worker_tokens", "Tokens", labels=["kind"])
         tokens.add_metric(["prompt"], load.prompt_tokens_total)
         tokens.add_metric(["cached_prompt"], load.cached_prompt_tokens_total)

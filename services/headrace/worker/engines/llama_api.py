@@ -146,6 +146,8 @@ class Context:
             raise ModelError(f"{path}: a recurrent model has no KV that could be shared or cut")
         context = library.llama_context_default_params()
         context.n_ctx, context.n_seq_max = kv_tokens, sequences
+        # The last one is ours: llama.cpp saves and loads whole sequences only.
+        self._scratch = sequences - 1
         # A whole step is one batch; 512 tokens are computed at a time.
         context.n_batch, context.n_ubatch = batch_tokens, min(512, batch_tokens)
         context.n_threads = context.n_threads_batch = threads
@@ -212,6 +214,36 @@ class Context:
     def share(self, source: int, target: int, start: int, end: int) -> None:
         """KV of one sequence becomes that of another, too."""
         self.library.llama_memory_seq_cp(self._memory, source, target, start, end)
+
+    def state_bytes(self, tokens: int) -> int:
+        """What ``save`` writes for so many positions. Before any sequence has KV."""
+        self.tokens[:tokens], self.positions[:tokens] = 1, np.arange(tokens)
+        self.sequence_ids[:tokens], self.wants_logits[:tokens] = self._scratch, 0
+        if (code := self.decode(tokens)) != 0:
+            raise EngineError(f"llama.cpp could not compute a step of {tokens} tokens (code {code})")
+        size = int(self.library.llama_state_seq_get_size(self._context, self._scratch))
+        self.remove(self._scratch, 0, -1)
+        return size
+
+    def save(self, sequence: int, start: int, end: int, place: npt.NDArray[np.uint8]) -> None:
+        """Writes the KV of a sequence's positions to ``place``, which has ``state_bytes``."""
+        self.share(sequence, self._scratch, start, end)
+        wrote = self.library.llama_state_seq_get_data(
+            self._context, _pointer(place, ctypes.c_uint8), place.size, self._scratch
+        )
+        self.remove(self._scratch, 0, -1)
+        if wrote != place.size:
+            raise EngineError(f"llama.cpp wrote {wrote} of {place.size} bytes of KV")
+
+    def load(self, sequence: int, start: int, end: int, place: npt.NDArray[np.uint8]) -> None:
+        """Gives a sequence the KV that ``save`` has written, at the positions it had."""
+        read = self.library.llama_state_seq_set_data(
+            self._context, _pointer(place, ctypes.c_uint8), place.size, self._scratch
+        )
+        if read != place.size:
+            raise EngineError(f"llama.cpp took {read} of {place.size} bytes of KV")
+        self.share(self._scratch, sequence, start, end)
+        self.remove(self._scratch, 0, -1)
 
     def close(self) -> None:
         """Frees context and model."""

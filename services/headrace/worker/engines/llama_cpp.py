@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from dataclasses import replace
 from importlib.metadata import version
 
 import numpy as np
@@ -27,7 +28,7 @@ from headrace.worker.composer import Chunk, Drawn, Limits, Sequence, Step
 from headrace.worker.engine import Guided, Request, TokenLogprobs
 from headrace.worker.engines.llama_api import MAX_SEQUENCES, Context, Grammar
 from headrace.worker.guided import GuidedCompiler
-from headrace.worker.kv import CopyLane
+from headrace.worker.kv import CopyLane, LoadBlock, SaveBlock, TrimLane
 from headrace.worker.loop import Interrupted
 from headrace.worker.sampling import Floats, Sampler, logprobs_of
 
@@ -49,18 +50,19 @@ class LlamaBackend:
         self._config = config
         self._compiler = GuidedCompiler(folder.weights)
         self._context: Context | None = None
+        #: A row for each place in which a block's KV can be kept.
+        self._kept = np.empty((0, 0), np.uint8)
         #: Ready to be copied; the engine's thread takes them by what the request asked for.
         self._grammars: OrderedDict[Guided, Grammar] = OrderedDict()
 
     def open(self) -> Limits:
         """Loads, checks that it is the model the folder speaks of, and computes once with every kind of step."""
         config, folder = self._config, self._folder
-        if config.slots > MAX_SEQUENCES - 1:
+        # One sequence more than lanes: the one by which blocks are saved and loaded.
+        if config.slots + 1 > MAX_SEQUENCES:
             raise ModelError(
                 f"worker.slots: llama.cpp has {MAX_SEQUENCES} sequences, at most {MAX_SEQUENCES - 1} slots"
             )
-        # Beyond the slots, sequences hold what may be reused.
-        lanes = min(MAX_SEQUENCES, config.slots + max(config.slots, 64))
         context_tokens = min(config.context_tokens or folder.context_tokens, folder.context_tokens, config.kv_tokens)
         chunk = min(config.chunk_tokens, config.kv_tokens)
         limits = Limits(
@@ -71,13 +73,11 @@ class LlamaBackend:
             chunk_tokens=chunk,
             idle_chunk_tokens=max(chunk, min(_IDLE_CHUNK_TOKENS, config.kv_tokens)),
             max_waiting=config.max_waiting,
-            lanes=lanes,
-            max_cached_blocks=config.prefix_cache_tokens // config.block_tokens,
         )
         self._context = Context(
             self._weights,
             kv_tokens=config.kv_tokens,
-            sequences=lanes,
+            sequences=config.slots + 1,
             batch_tokens=config.slots + limits.idle_chunk_tokens,
             threads=config.threads,
         )
@@ -86,7 +86,12 @@ class LlamaBackend:
                 f"{self._weights} has {self._context.vocabulary.size} tokens, its model.json says {folder.vocab_size}"
             )
         self._warm_up(limits)
-        return limits
+        if not config.prefix_cache:
+            return replace(limits, keep_beside=0)
+        # Pages of it are taken from the system when they are first written.
+        block_bytes = self._context.state_bytes(min(config.block_tokens, config.kv_tokens))
+        self._kept = np.empty((config.prefix_cache_mib * 2**20 // block_bytes, block_bytes), np.uint8)
+        return replace(limits, keep_beside=len(self._kept))
 
     def describe(self) -> types_pb2.ModelDescription:
         """Of the folder."""
@@ -160,10 +165,15 @@ class LlamaBackend:
         context = self._context
         assert context is not None
         for operation in step.operations:
-            if isinstance(operation, CopyLane):
-                context.share(operation.source, operation.target, operation.start, operation.end)
-            else:
-                context.remove(operation.lane, operation.start, operation.end)
+            match operation:
+                case CopyLane(source, target, start, end):
+                    context.share(source, target, start, end)
+                case TrimLane(lane, start, end):
+                    context.remove(lane, start, end)
+                case SaveBlock(lane, place, start, end):
+                    context.save(lane, start, end, self._kept[place])
+                case LoadBlock(lane, place, start, end):
+                    context.load(lane, start, end, self._kept[place])
         if step.empty:
             return Drawn([])
         size, outputs = self._fill(context, step)

@@ -187,5 +187,4 @@ def sim_limits(config: WorkerConfig, folder: ModelFolder) -> Limits:
         chunk_tokens=config.chunk_tokens,
         idle_chunk_tokens=max(config.chunk_tokens, 512),
         max_waiting=config.max_waiting,
-        lanes=2 * config.slots + 64,
     )
