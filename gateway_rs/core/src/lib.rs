@@ -7,3 +7,4 @@ pub mod cost;
 pub mod index;
 pub mod place;
 pub mod scheduler;
+pub mod sim;

@@ -1,0 +1,678 @@
+//! Discrete-event simulation of a mesh: workloads, workers, and the scheduler that serves live ones.
+//!
+//! A [`run`] keeps the clock. It asks the scheduler for each request as a router would, hands granted ones to simulated
+//! workers, and tells the scheduler what workers and routers would tell it, as late as configured. Every draw comes from
+//! the run's seed: the same configuration, workload and seed give the same outcome to the last bit.
+
+pub mod direct;
+pub mod engine;
+pub mod kv;
+pub mod outcome;
+pub mod workload;
+
+use std::cmp::Ordering;
+use std::collections::BinaryHeap;
+use std::sync::Arc;
+
+use ahash::{HashMap, HashMapExt};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use self::engine::{Engine, EngineConfig, Job, Said};
+use self::outcome::{Fate, Outcome, Record};
+use self::workload::Workload;
+use crate::cost::CostModel;
+use crate::scheduler::actions::Action;
+use crate::scheduler::events::{
+    Ask, BlockChange, Books, Description, Event, LeaseId, Link, Load, Outcome as Ending, WorkerHello, WorkerState,
+};
+
+/// What decides in a simulation.
+pub trait Scheduler {
+    /// As of the live core.
+    fn step(&mut self, now_s: f64, event: Event, actions: &mut Vec<Action>);
+    /// As of the live core.
+    fn next_wakeup(&self) -> Option<f64>;
+}
+
+/// Workers that are alike.
+#[derive(Clone, Debug)]
+pub struct Group {
+    /// Their pool.
+    pub pool: Arc<str>,
+    /// How many.
+    pub workers: u32,
+    /// How they run.
+    pub engine: EngineConfig,
+}
+
+/// A worker is lost, and comes back empty.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fault {
+    /// When.
+    pub at_s: f64,
+    /// Which, over all groups.
+    pub worker: u32,
+    /// For how long.
+    pub down_s: f64,
+}
+
+/// How a workload is run.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Who serves.
+    pub groups: Vec<Group>,
+    /// Arrivals come so many times as fast as in the workload.
+    pub speed: f64,
+    /// A turn of a conversation comes when the one before is answered, after the workload's own pause.
+    pub closed_loop: bool,
+    /// Mean age of what the scheduler knows from workers; 0 = exact.
+    pub staleness_s: f64,
+    /// The first token is due after this.
+    pub ttft_target_s: f64,
+    /// Or after so many times what the prompt takes on an idle, empty worker, if that is longer.
+    pub ttft_times_alone: f64,
+    /// Between tokens.
+    pub tpot_target_s: f64,
+    /// Standard deviation of the logarithm of expected over true answer lengths; None = nobody knows lengths.
+    pub length_sigma: Option<f64>,
+    /// Workers lost.
+    pub faults: Vec<Fault>,
+    /// Draws arrivals and all else.
+    pub seed: u64,
+}
+
+/// How long a router waits before it asks again for a request whose worker was lost.
+const RETRY_S: f64 = 0.01;
+
+/// A conversation that arrives in a closed loop pauses at least so long.
+const THINK_LEAST_S: f64 = 1.0;
+
+/// The router's stream.
+const ROUTER: Link = 1;
+
+/// First link of a worker.
+const FIRST_WORKER: Link = 2;
+
+#[derive(Debug)]
+enum What {
+    Arrive(u32),
+    Ask(u32),
+    StepEnds {
+        worker: u32,
+        version: u64,
+    },
+    Report {
+        worker: u32,
+        instance: u64,
+    },
+    Deliver {
+        worker: u32,
+        instance: u64,
+        events: Vec<Event>,
+    },
+    Fail(u32),
+    Restart(u32),
+    Wake,
+}
+
+struct Timed {
+    at_s: f64,
+    order: u64,
+    what: What,
+}
+
+impl PartialEq for Timed {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Timed {}
+
+impl PartialOrd for Timed {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Timed {
+    fn cmp(&self, other: &Self) -> Ordering {
+        // A heap gives the largest: the earliest, and of those the first that was planned.
+        other.at_s.total_cmp(&self.at_s).then(other.order.cmp(&self.order))
+    }
+}
+
+struct Worker {
+    engine: Engine,
+    group: usize,
+    /// Its stream; 0 = it is down.
+    link: Link,
+    instance: u64,
+    /// What was planned for its engine before is void.
+    version: u64,
+    /// It is in the list of those.
+    dirty: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    lease: LeaseId,
+    worker: u32,
+    epoch: u32,
+    /// Of attempts before.
+    said: u32,
+}
+
+/// What a run shows while it goes on; whoever returns false stops it.
+pub type OnProgress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
+
+/// Runs a workload. None when `progress` stopped it; it is called with requests ended and requests in all.
+pub fn run<S: Scheduler>(
+    config: &Config,
+    workload: &Workload,
+    scheduler: S,
+    progress: OnProgress<'_>,
+) -> Option<Outcome> {
+    let mut run = Run::new(config, workload, scheduler);
+    run.begin();
+    let all = workload.requests.len() as u64;
+    let mut told = 0_u64;
+    while let Some(timed) = run.events.pop() {
+        run.now_s = timed.at_s;
+        run.handle(timed.what);
+        if run.ended >= told + 1024 || run.ended == all {
+            told = run.ended;
+            if !progress(run.ended, all) {
+                return None;
+            }
+        }
+        if run.ended == all {
+            break;
+        }
+    }
+    Some(run.finish())
+}
+
+struct Run<'a, S> {
+    config: &'a Config,
+    workload: &'a Workload,
+    scheduler: S,
+    rng: StdRng,
+    now_s: f64,
+    events: BinaryHeap<Timed>,
+    order: u64,
+    workers: Vec<Worker>,
+    by_link: HashMap<Link, u32>,
+    next_link: Link,
+    next_instance: u64,
+    records: Vec<Record>,
+    progress: Vec<Progress>,
+    /// Requests that follow each, in a closed loop.
+    followers: HashMap<u32, Vec<u32>>,
+    by_lease: HashMap<LeaseId, u32>,
+    pools: Vec<Arc<str>>,
+    /// What a prompt takes on an idle worker of the first group.
+    alone: CostModel,
+    ended: u64,
+    wakes_s: f64,
+    actions: Vec<Action>,
+    said: Vec<Said>,
+    /// Workers whose state the scheduler doesn't know.
+    dirty: Vec<u32>,
+}
+
+impl<'a, S: Scheduler> Run<'a, S> {
+    fn new(config: &'a Config, workload: &'a Workload, scheduler: S) -> Self {
+        let count = workload.requests.len();
+        let mut pools: Vec<Arc<str>> = Vec::new();
+        for group in &config.groups {
+            if !pools.contains(&group.pool) {
+                pools.push(Arc::clone(&group.pool));
+            }
+        }
+        let table = config.groups.first().map(|group| Arc::clone(&group.engine.table));
+        Self {
+            config,
+            workload,
+            scheduler,
+            rng: StdRng::seed_from_u64(config.seed),
+            now_s: 0.0,
+            events: BinaryHeap::new(),
+            order: 0,
+            workers: Vec::new(),
+            by_link: HashMap::new(),
+            next_link: FIRST_WORKER,
+            next_instance: 1,
+            records: Vec::with_capacity(count),
+            progress: vec![Progress::default(); count],
+            followers: HashMap::new(),
+            by_lease: HashMap::new(),
+            pools,
+            alone: CostModel::new(table),
+            ended: 0,
+            wakes_s: f64::INFINITY,
+            actions: Vec::new(),
+            said: Vec::new(),
+            dirty: Vec::new(),
+        }
+    }
+
+    fn plan(&mut self, at_s: f64, what: What) {
+        self.order += 1;
+        self.events.push(Timed {
+            at_s,
+            order: self.order,
+            what,
+        });
+    }
+
+    fn begin(&mut self) {
+        self.tell(Event::RouterJoined {
+            link: ROUTER,
+            router_id: "router".into(),
+            running: Vec::new(),
+        });
+        for (group, each) in self.config.groups.iter().enumerate() {
+            for _ in 0..each.workers {
+                let worker = self.workers.len() as u32;
+                self.workers.push(Worker {
+                    engine: Engine::new(each.engine.clone()),
+                    group,
+                    link: 0,
+                    instance: 0,
+                    version: 0,
+                    dirty: false,
+                });
+                self.join(worker);
+            }
+        }
+        for (number, fault) in (0..).zip(&self.config.faults) {
+            self.plan(fault.at_s, What::Fail(number));
+        }
+        for number in 0..self.workload.requests.len() as u32 {
+            let request = &self.workload.requests[number as usize];
+            // Only that much is known of when it came.
+            let spread_s = self.rng.random::<f64>() * self.workload.quantum_s;
+            let at_s = (request.arrival_s + spread_s) / self.config.speed;
+            self.records.push(Record::new(request, at_s));
+            match request.after.filter(|_| self.config.closed_loop) {
+                Some(before) => self.followers.entry(before).or_default().push(number),
+                None => self.plan(at_s, What::Arrive(number)),
+            }
+        }
+    }
+
+    fn join(&mut self, worker: u32) {
+        let (link, instance) = (self.next_link, self.next_instance);
+        (self.next_link, self.next_instance) = (link + 1, instance + 1);
+        let each = &mut self.workers[worker as usize];
+        (each.link, each.instance) = (link, instance);
+        let engine = each.engine.config();
+        let description = Description {
+            model: engine.table.model.as_str().into(),
+            engine: "sim".into(),
+            context_tokens: u32::try_from(each.engine.most_tokens()).unwrap_or(u32::MAX),
+            block_tokens: engine.block_tokens,
+            kv_blocks: (each.engine.most_tokens() / u64::from(engine.block_tokens)) as u32,
+            slots: engine.max_batch,
+            cost_table: engine.table.name.as_str().into(),
+            ..Description::default()
+        };
+        let hello = WorkerHello {
+            worker_id: format!("worker-{worker}").into(),
+            instance_id: format!("instance-{instance}").into(),
+            pool: Arc::clone(&self.config.groups[each.group].pool),
+            address: format!("10.0.{}.{}:7001", worker / 250, worker % 250).into(),
+            description,
+            startup_s: 0.0,
+        };
+        self.by_link.insert(link, worker);
+        self.tell(Event::WorkerJoined {
+            link,
+            hello: Box::new(hello),
+        });
+        let events = self.report(worker);
+        events.into_iter().for_each(|event| self.tell(event));
+        if self.config.staleness_s > 0.0 {
+            // Not all at once.
+            let first_s = self.now_s + self.rng.random::<f64>() * self.config.staleness_s;
+            self.plan(first_s, What::Report { worker, instance });
+        }
+    }
+
+    fn handle(&mut self, what: What) {
+        match what {
+            What::Arrive(number) => {
+                self.arrive(number);
+                self.ask(number);
+            }
+            What::Ask(number) => self.ask(number),
+            What::StepEnds { worker, version } => {
+                let each = &mut self.workers[worker as usize];
+                if each.version == version {
+                    each.engine.advance(self.now_s, &mut self.said);
+                    self.engine_moved(worker);
+                }
+            }
+            What::Report { worker, instance } => {
+                if self.workers[worker as usize].instance == instance {
+                    let events = self.report(worker);
+                    let (age_s, now_s) = (self.config.staleness_s, self.now_s);
+                    // Between half and one and a half times as old.
+                    self.plan(
+                        now_s + age_s / 2.0,
+                        What::Deliver {
+                            worker,
+                            instance,
+                            events,
+                        },
+                    );
+                    self.plan(now_s + age_s, What::Report { worker, instance });
+                }
+            }
+            What::Deliver {
+                worker,
+                instance,
+                events,
+            } => {
+                if self.workers[worker as usize].instance == instance {
+                    events.into_iter().for_each(|event| self.tell(event));
+                }
+            }
+            What::Fail(number) => self.fail(number),
+            What::Restart(worker) => self.join(worker),
+            What::Wake => {
+                self.wakes_s = f64::INFINITY;
+                self.tell(Event::Tick);
+            }
+        }
+    }
+
+    /// Tells the scheduler, and does what it says.
+    fn tell(&mut self, event: Event) {
+        let mut actions = std::mem::take(&mut self.actions);
+        self.scheduler.step(self.now_s, event, &mut actions);
+        for action in actions.drain(..) {
+            self.act(action);
+        }
+        self.actions = actions;
+        if let Some(at_s) = self.scheduler.next_wakeup().filter(|at_s| *at_s < self.wakes_s) {
+            self.wakes_s = at_s;
+            self.plan(at_s.max(self.now_s), What::Wake);
+        }
+    }
+
+    /// Without staleness, the scheduler knows everything before it decides.
+    fn catch_up(&mut self) {
+        if self.config.staleness_s > 0.0 {
+            return;
+        }
+        while let Some(worker) = self.dirty.pop() {
+            let events = self.report(worker);
+            events.into_iter().for_each(|event| self.tell(event));
+        }
+    }
+
+    fn report(&mut self, worker: u32) -> Vec<Event> {
+        let each = &mut self.workers[worker as usize];
+        each.dirty = false;
+        if each.link == 0 {
+            return Vec::new();
+        }
+        let (link, load) = (each.link, each.engine.load());
+        let changes: Vec<BlockChange> = each.engine.kv().take_changes();
+        let mut events: Vec<Event> = changes
+            .into_iter()
+            .map(|change| Event::BlocksChanged { link, change })
+            .collect();
+        let kv = each.engine.kv();
+        let load = Load {
+            state: WorkerState::Ready,
+            waiting_requests: load.waiting,
+            running_requests: load.prefilling + load.decoding,
+            waiting_prompt_tokens: load.waiting_tokens,
+            running_prompt_tokens: load.prefilling_tokens,
+            context_tokens: load.context_tokens,
+            kv_blocks_total: kv.device_blocks() as u32,
+            kv_blocks_used: kv.used() as u32,
+            kv_blocks_cached: kv.cached() as u32,
+            slots: each.engine.config().max_batch,
+            iteration: each.engine.iteration(),
+            steps: each.engine.take_steps(),
+        };
+        events.push(Event::WorkerReported {
+            link,
+            load: Box::new(load),
+        });
+        events
+    }
+
+    fn arrive(&mut self, number: u32) {
+        let request = &self.workload.requests[number as usize];
+        let alone_s = self.alone.first_token_ms(request.prompt_tokens, 0) / 1000.0;
+        let record = &mut self.records[number as usize];
+        record.arrival_s = self.now_s;
+        record.due_s = self.now_s + self.config.ttft_target_s.max(self.config.ttft_times_alone * alone_s);
+        if let Some(sigma) = self.config.length_sigma {
+            let expected = f64::from(request.output_tokens) * (sigma * workload::normal(&mut self.rng)).exp();
+            record.expected_output_tokens = expected.round().clamp(1.0, 1e6) as u32;
+        }
+    }
+
+    fn ask(&mut self, number: u32) {
+        self.catch_up();
+        let request = &self.workload.requests[number as usize];
+        let (record, progress) = (&self.records[number as usize], self.progress[number as usize]);
+        let ask = Ask {
+            number: u64::from(number),
+            request_id: "".into(),
+            tenant: self
+                .workload
+                .tenants
+                .get(request.tenant as usize)
+                .map_or("", String::as_str)
+                .into(),
+            class: request.class,
+            pools: self.pools.clone(),
+            prompt_tokens: request.prompt_tokens + progress.said,
+            block_hashes: request.blocks.to_vec(),
+            max_tokens: request.output_tokens - progress.said,
+            choices: 1,
+            expected_output_tokens: record.expected_output_tokens,
+            ttft_target_s: Some((record.due_s - self.now_s).max(0.0)),
+            tpot_target_s: Some(self.config.tpot_target_s),
+            epoch: progress.epoch + 1,
+            ..Ask::default()
+        };
+        self.tell(Event::Asked {
+            link: ROUTER,
+            ask: Box::new(ask),
+        });
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Granted(grant) => {
+                let number = grant.ask as u32;
+                let Some(&worker) = self.by_link.get(&grant.worker) else {
+                    return;
+                };
+                let progress = &mut self.progress[number as usize];
+                progress.lease = grant.lease;
+                progress.worker = worker;
+                progress.epoch += 1;
+                let said = progress.said;
+                self.by_lease.insert(grant.lease, number);
+                self.records[number as usize].worker = worker;
+                self.submit(number, worker, said);
+            }
+            Action::Refused(refusal) => self.end(refusal.ask as u32, Fate::Rejected),
+            Action::SetChunk { link, chunk_tokens } => {
+                if let Some(&worker) = self.by_link.get(&link) {
+                    self.workers[worker as usize].engine.set_chunk(chunk_tokens);
+                }
+            }
+            Action::Preempt { link, lease } => self.set_aside(link, lease, true),
+            Action::Resume { link, lease } => self.set_aside(link, lease, false),
+            Action::Waits { .. }
+            | Action::Welcomed { .. }
+            | Action::JoinRefused { .. }
+            | Action::WorkerDropped { .. }
+            | Action::RouterDropped { .. }
+            | Action::FleetChanged => {}
+        }
+    }
+
+    fn submit(&mut self, number: u32, worker: u32, said: u32) {
+        let request = &self.workload.requests[number as usize];
+        let record = &self.records[number as usize];
+        let job = Job {
+            request: number,
+            prompt_tokens: request.prompt_tokens + said,
+            output_tokens: request.output_tokens - said,
+            blocks: Arc::clone(&request.blocks),
+            arrival_s: record.arrival_s,
+            due_s: record.due_s,
+            expected_output_tokens: record.expected_output_tokens,
+            may_shed: said == 0,
+        };
+        let each = &mut self.workers[worker as usize];
+        if u64::from(request.prompt_tokens) + u64::from(request.output_tokens) + 1 > each.engine.most_tokens() {
+            self.said.push(Said::Shed { request: number });
+        } else {
+            each.engine.submit(self.now_s, job, &mut self.said);
+        }
+        self.engine_moved(worker);
+    }
+
+    fn set_aside(&mut self, link: Link, lease: LeaseId, aside: bool) {
+        let (Some(&worker), Some(&number)) = (self.by_link.get(&link), self.by_lease.get(&lease)) else {
+            return;
+        };
+        let engine = &mut self.workers[worker as usize].engine;
+        if aside {
+            engine.pause(self.now_s, number, &mut self.said);
+        } else {
+            engine.resume(self.now_s, number, &mut self.said);
+        }
+        self.engine_moved(worker);
+    }
+
+    /// Plans the end of the engine's step, and passes on what it said.
+    fn engine_moved(&mut self, worker: u32) {
+        let each = &mut self.workers[worker as usize];
+        if !std::mem::replace(&mut each.dirty, true) && self.config.staleness_s <= 0.0 {
+            self.dirty.push(worker);
+        }
+        each.version += 1;
+        let version = each.version;
+        if let Some(at_s) = each.engine.busy_until() {
+            self.plan(at_s, What::StepEnds { worker, version });
+        }
+        let said = std::mem::take(&mut self.said);
+        for each in &said {
+            match *each {
+                Said::First { request, cached_tokens } => {
+                    let (record, lease) = (
+                        &mut self.records[request as usize],
+                        self.progress[request as usize].lease,
+                    );
+                    if record.first_token_s.is_none() {
+                        record.first_token_s = Some(self.now_s);
+                        record.cached_tokens = cached_tokens;
+                    }
+                    self.tell(Event::Progressed {
+                        link: ROUTER,
+                        lease,
+                        output_tokens: 1,
+                    });
+                }
+                Said::Finished { request } => {
+                    self.records[request as usize].finished_s = Some(self.now_s);
+                    self.release(request, Ending::Stop);
+                    self.end(request, Fate::Finished);
+                }
+                Said::Shed { request } => {
+                    self.release(request, Ending::Cut);
+                    self.end(request, Fate::Rejected);
+                }
+            }
+        }
+        if self.said.is_empty() {
+            self.said = said;
+            self.said.clear();
+        }
+    }
+
+    fn release(&mut self, number: u32, outcome: Ending) {
+        let (request, record) = (&self.workload.requests[number as usize], &self.records[number as usize]);
+        let lease = self.progress[number as usize].lease;
+        self.by_lease.remove(&lease);
+        let finished = outcome == Ending::Stop;
+        let books = Books {
+            outcome,
+            prompt_tokens: request.prompt_tokens,
+            cached_prompt_tokens: record.cached_tokens,
+            completion_tokens: if finished { request.output_tokens } else { 0 },
+            kv_block_s: 0.0,
+            ttft_s: record.ttft_s().unwrap_or(0.0),
+            decode_s: record.decode_s().unwrap_or(0.0),
+        };
+        self.catch_up();
+        self.tell(Event::Released {
+            link: ROUTER,
+            lease,
+            books,
+        });
+    }
+
+    fn end(&mut self, number: u32, fate: Fate) {
+        self.records[number as usize].fate = fate;
+        self.ended += 1;
+        for next in self.followers.remove(&number).unwrap_or_default() {
+            let (before, after) = (
+                &self.workload.requests[number as usize],
+                &self.workload.requests[next as usize],
+            );
+            // What the client did in the workload: the gap, less what an answer took on an idle worker.
+            let answer_s = self.config.tpot_target_s / 2.0 * f64::from(before.output_tokens);
+            let think_s = (after.arrival_s - before.arrival_s - answer_s).max(THINK_LEAST_S);
+            let at_s = self.now_s + think_s;
+            self.records[next as usize].arrival_s = at_s;
+            self.plan(at_s, What::Arrive(next));
+        }
+    }
+
+    fn fail(&mut self, number: u32) {
+        let fault = self.config.faults[number as usize];
+        let worker = fault.worker;
+        let Some(each) = self.workers.get_mut(worker as usize).filter(|each| each.link != 0) else {
+            return;
+        };
+        let link = std::mem::take(&mut each.link);
+        each.version += 1;
+        let lost = each.engine.kill(self.now_s);
+        self.by_link.remove(&link);
+        self.tell(Event::WorkerLost { link });
+        for (request, said) in lost {
+            let progress = &mut self.progress[request as usize];
+            progress.said += said;
+            self.by_lease.remove(&progress.lease);
+            self.records[request as usize].attempts += 1;
+            self.plan(self.now_s + RETRY_S, What::Ask(request));
+        }
+        self.plan(self.now_s + fault.down_s, What::Restart(worker));
+    }
+
+    fn finish(self) -> Outcome {
+        Outcome {
+            preemptions: self.workers.iter().map(|each| each.engine.preemptions()).sum(),
+            steps: self.workers.iter().map(|each| each.engine.iteration()).sum(),
+            busy_s: self.workers.iter().map(|each| each.engine.busy_s()).sum(),
+            span_s: self.now_s,
+            tpot_target_s: self.config.tpot_target_s,
+            records: self.records,
+        }
+    }
+}
