@@ -3,11 +3,25 @@
 Work that grows with its input is done with the interpreter's lock released.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import final
 
-__all__ = ["Certificates", "ChatTemplate", "Router", "StopMatcher", "StreamDecoder", "Tokenizer", "block_hashes"]
+__all__ = [
+    "Certificates",
+    "ChatTemplate",
+    "CostTable",
+    "Outcome",
+    "Router",
+    "StopMatcher",
+    "StreamDecoder",
+    "Tokenizer",
+    "Workload",
+    "block_hashes",
+    "cost_tables",
+    "placement_policies",
+    "simulate",
+]
 
 @final
 class Certificates:
@@ -125,3 +139,82 @@ def block_hashes(
     parent: int = 0,
 ) -> list[int]:
     """Chained names (XXH3-64) of the full prefix blocks of ``ids``; ``parent`` continues a chain."""
+
+@final
+class CostTable:
+    """Measured step times of one model on one kind of worker."""
+
+    @staticmethod
+    def named(name: str) -> CostTable:
+        """A built-in one. Raises ValueError, which says which there are."""
+
+    @staticmethod
+    def parse(json: str) -> CostTable:
+        """One of one's own. Raises ValueError."""
+
+    def to_json(self) -> str: ...
+    def step_s(self, decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]] = ()) -> float:
+        """Seconds that a step takes: sequences that decode, the tokens in their KV, and (tokens, tokens before them) of
+        each prompt chunk."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV that one worker holds."""
+
+@final
+class Workload:
+    """Requests in the order of their arrival: of a trace, or made up. Readers raise ValueError, naming the line."""
+
+    @staticmethod
+    def mooncake(text: str) -> Workload: ...
+    @staticmethod
+    def azure(text: str) -> Workload: ...
+    @staticmethod
+    def measured(text: str) -> Workload: ...
+    @staticmethod
+    def servegen(
+        clients: Sequence[tuple[str, str, str]], start_s: float, duration_s: float, seed: int
+    ) -> Workload:
+        """ServeGen's clients, each a tenant: (name, text of the trace file, text of the data set)."""
+
+    @staticmethod
+    def synthetic(settings_json: str, seed: int) -> Workload: ...
+    def with_sessions(self) -> Workload:
+        """The same with conversations found, for closed loops."""
+
+    def first(self, requests: int) -> Workload:
+        """The first so many requests."""
+
+    def __len__(self) -> int: ...
+    @property
+    def span_s(self) -> float: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def tenants(self) -> list[str]: ...
+
+@final
+class Outcome:
+    """What a simulation showed."""
+
+    def summary_json(self, *, request_class: str | None = None, tenant: int | None = None) -> str:
+        """Figures as a JSON object, over all requests, or those of a class or tenant."""
+
+    def column(self, name: str) -> list[float]:
+        """A value of each request, in the workload's order; NaN where it has none. Raises ValueError."""
+
+    def __len__(self) -> int: ...
+
+def cost_tables() -> str:
+    """The built-in cost tables, as a JSON array."""
+
+def placement_policies() -> list[str]:
+    """Names of the placement rules."""
+
+def simulate(
+    workload: Workload, settings_json: str, progress: Callable[[int, int], object] | None = None
+) -> Outcome:
+    """Run a workload. ``progress`` is called with requests ended and requests in all; what it raises ends the run.
+
+    Raises ValueError when a setting is wrong; KeyboardInterrupt within moments of Ctrl-C.
+    """

@@ -955,7 +955,10 @@ mod tests {
         let lost = engine.kill(1.0);
         assert_eq!(lost.len(), 1);
         assert!(lost[0].0 == 5 && (97..101).contains(&lost[0].1), "{lost:?}");
-        assert_eq!((engine.load(), engine.kv.used(), engine.busy_until()), (EngineLoad::default(), 0, None));
+        assert_eq!(
+            (engine.load(), engine.kv.used(), engine.busy_until()),
+            (EngineLoad::default(), 0, None)
+        );
     }
 
     #[test]

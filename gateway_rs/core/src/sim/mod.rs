@@ -8,6 +8,7 @@ pub mod direct;
 pub mod engine;
 pub mod kv;
 pub mod outcome;
+pub mod settings;
 pub mod workload;
 
 use std::cmp::Ordering;
@@ -674,5 +675,153 @@ impl<'a, S: Scheduler> Run<'a, S> {
             tpot_target_s: self.config.tpot_target_s,
             records: self.records,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::direct::Direct;
+    use super::settings::Settings;
+    use super::workload::{Request, Synthetic};
+    use super::*;
+
+    fn simulated(json: &str, workload: &Workload) -> Outcome {
+        let settings = Settings::parse(json).expect("settings");
+        let (config, policy) = settings.check(workload.block_tokens).expect("sound");
+        let tables = config
+            .groups
+            .iter()
+            .map(|group| Arc::clone(&group.engine.table))
+            .collect();
+        run(
+            &config,
+            workload,
+            Direct::new(policy, config.seed, tables),
+            &mut |_, _| true,
+        )
+        .expect("not stopped")
+    }
+
+    fn made_up(requests: u32, rate_per_s: f64) -> Workload {
+        let like = Synthetic {
+            requests,
+            rate_per_s,
+            ..Synthetic::default()
+        };
+        Workload::synthetic(&like, 7)
+    }
+
+    #[test]
+    fn the_seed_decides_all() {
+        let workload = made_up(500, 60.0);
+        let run = |seed: u32| {
+            let json = format!(
+                r#"{{"seed": {seed}, "staleness_s": 0.05, "faults": [[2, 1, 3]], "groups": [{{"workers": 3}}]}}"#
+            );
+            let outcome = simulated(&json, &workload);
+            outcome
+                .records
+                .iter()
+                .map(|each| (each.first_token_s, each.finished_s, each.worker))
+                .collect::<Vec<_>>()
+        };
+        assert!(run(1) == run(1));
+        assert!(run(1) != run(2));
+    }
+
+    #[test]
+    fn every_request_ends_even_when_workers_are_lost() {
+        let workload = made_up(2000, 40.0);
+        let outcome = simulated(
+            r#"{"shed": false, "staleness_s": 0.5, "faults": [[5, 0, 4], [12, 1, 4], [30, 2, 60]], "groups": [{"workers": 4}]}"#,
+            &workload,
+        );
+        let summary = outcome.summary(|_| true);
+        assert_eq!((summary.finished, summary.rejected), (2000, 0));
+        let resumed: Vec<&Record> = outcome.records.iter().filter(|each| each.attempts > 0).collect();
+        assert!(!resumed.is_empty());
+        for each in &outcome.records {
+            let (first_s, finished_s) = (each.first_token_s.expect("has one"), each.finished_s.expect("finished"));
+            assert!(each.arrival_s < first_s && first_s <= finished_s);
+        }
+        // Nobody is placed on a worker that is down.
+        let on = |worker: u32, from_s: f64, until_s: f64| {
+            let inside = |each: &&Record| {
+                each.worker == worker && each.attempts == 0 && each.arrival_s > from_s && each.arrival_s < until_s
+            };
+            outcome.records.iter().filter(inside).count()
+        };
+        assert_eq!(on(0, 5.0, 9.0), 0);
+        assert!(on(0, 10.0, 20.0) > 0);
+    }
+
+    #[test]
+    fn without_a_worker_requests_are_refused() {
+        let workload = made_up(50, 10.0);
+        let outcome = simulated(r#"{"faults": [[0, 0, 1000]], "groups": [{"workers": 1}]}"#, &workload);
+        assert_eq!(outcome.summary(|_| true).rejected, 50);
+    }
+
+    #[test]
+    fn twice_the_speed_is_half_the_time_and_more_wait() {
+        let workload = made_up(1000, 10.0);
+        let (slow, fast) = (
+            simulated(r#"{"speed": 1}"#, &workload),
+            simulated(r#"{"speed": 2}"#, &workload),
+        );
+        assert!((slow.records[999].arrival_s / fast.records[999].arrival_s - 2.0).abs() < 1e-9);
+        assert!(fast.summary(|_| true).tpot_s.mean > slow.summary(|_| true).tpot_s.mean);
+    }
+
+    #[test]
+    fn turns_of_a_closed_loop_follow_the_answer() {
+        let turn = |at_s: f64, blocks: &[u64]| Request {
+            arrival_s: at_s,
+            prompt_tokens: 64 * blocks.len() as u32 + 1,
+            output_tokens: 2000,
+            blocks: blocks.into(),
+            ..Request::default()
+        };
+        let mut workload = Workload {
+            requests: vec![turn(0.0, &[1, 2]), turn(3.0, &[1, 2, 3]), turn(4.0, &[1, 2, 3, 4])],
+            block_tokens: 64,
+            ..Workload::default()
+        };
+        workload.chain_sessions();
+        let open = simulated("{}", &workload);
+        assert!(open.records[1].arrival_s < open.records[0].finished_s.expect("finished"));
+        let closed = simulated(r#"{"closed_loop": true}"#, &workload);
+        for turn in 1..3 {
+            let before_s = closed.records[turn - 1].finished_s.expect("finished");
+            assert!((closed.records[turn].arrival_s - before_s - THINK_LEAST_S).abs() < 1e-9);
+        }
+    }
+
+    #[test]
+    fn a_slow_worker_gets_less_and_unequal_pools_share_the_work() {
+        let workload = made_up(3000, 60.0);
+        let outcome = simulated(
+            r#"{"groups": [{"workers": 2}, {"workers": 2, "slowdown": 4}, {"workers": 1, "cost_table": "h100-llama3.1-8b"}]}"#,
+            &workload,
+        );
+        let mut taken = [0; 5];
+        outcome.records.iter().for_each(|each| taken[each.worker as usize] += 1);
+        assert!(taken[2] + taken[3] < (taken[0] + taken[1]) * 2 / 3, "{taken:?}");
+        assert!(taken[4] > taken[0], "{taken:?}");
+    }
+
+    #[test]
+    fn progress_is_told_and_may_stop_the_run() {
+        let workload = made_up(3000, 100.0);
+        let (config, policy) = Settings::default().check(64).expect("sound");
+        let mut told = Vec::new();
+        let scheduler = || Direct::new(policy, 1, Vec::new());
+        assert!(run(&config, &workload, scheduler(), &mut |ended, all| {
+            told.push((ended, all));
+            true
+        })
+        .is_some());
+        assert_eq!(told.last(), Some(&(3000, 3000)));
+        assert!(run(&config, &workload, scheduler(), &mut |_, _| false).is_none());
     }
 }

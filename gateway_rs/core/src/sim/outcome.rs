@@ -1,5 +1,7 @@
 //! What a simulation showed: a record for each request, and their sums.
 
+use serde::Serialize;
+
 use super::workload::Request;
 use crate::scheduler::events::Class;
 
@@ -106,7 +108,7 @@ pub struct Outcome {
 }
 
 /// Of some values: empty is all zeros.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Spread {
     /// The mean.
     pub mean: f64,
@@ -143,7 +145,7 @@ impl Spread {
 }
 
 /// A run in figures.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Summary {
     /// Requests.
     pub requests: u64,

@@ -422,7 +422,8 @@ pub(super) fn normal(rng: &mut impl Rng) -> f64 {
 }
 
 /// A made-up workload: Poisson arrivals, log-normal lengths, prompts that begin with one of some roots.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Synthetic {
     /// How many.
     pub requests: u32,
@@ -464,6 +465,29 @@ impl Default for Synthetic {
 }
 
 impl Synthetic {
+    /// From JSON; fields left out have their defaults.
+    ///
+    /// # Errors
+    /// Not JSON, an unknown field, or a value that can't be drawn from.
+    pub fn parse(json: &str) -> Result<Self, TraceError> {
+        let fail = |reason: String| TraceError {
+            format: "synthetic",
+            line: 1,
+            reason,
+        };
+        let like: Self = serde_json::from_str(json).map_err(|error| fail(error.to_string()))?;
+        let lengths = [like.rate_per_s, like.prompt_tokens, like.output_tokens];
+        if like.requests == 0 || !lengths.iter().all(|value| value.is_finite() && *value > 0.0) {
+            return Err(fail(
+                "requests, rate_per_s, prompt_tokens and output_tokens must be above 0".to_owned(),
+            ));
+        }
+        if !(like.sigma.is_finite() && (0.0..=4.0).contains(&like.sigma)) {
+            return Err(fail(format!("sigma must be 0 to 4 (is {})", like.sigma)));
+        }
+        Ok(like)
+    }
+
     fn draw(&self, seed: u64) -> Workload {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut at_s = 0.0;
@@ -534,9 +558,8 @@ mod tests {
         );
         let workload = Workload::mooncake(text).expect("readable");
         assert_eq!(workload.quantum_s, 3.0);
-        let [first, second] = &workload.requests[..] else {
-            panic!("two")
-        };
+        assert_eq!(workload.requests.len(), 2);
+        let (first, second) = (&workload.requests[0], &workload.requests[1]);
         assert_eq!(
             (
                 first.arrival_s,
