@@ -172,9 +172,7 @@ class Workload:
     @staticmethod
     def measured(text: str) -> Workload: ...
     @staticmethod
-    def servegen(
-        clients: Sequence[tuple[str, str, str]], start_s: float, duration_s: float, seed: int
-    ) -> Workload:
+    def servegen(clients: Sequence[tuple[str, str, str]], start_s: float, duration_s: float, seed: int) -> Workload:
         """ServeGen's clients, each a tenant: (name, text of the trace file, text of the data set)."""
 
     @staticmethod
@@ -211,9 +209,7 @@ def cost_tables() -> str:
 def placement_policies() -> list[str]:
     """Names of the placement rules."""
 
-def simulate(
-    workload: Workload, settings_json: str, progress: Callable[[int, int], object] | None = None
-) -> Outcome:
+def simulate(workload: Workload, settings_json: str, progress: Callable[[int, int], object] | None = None) -> Outcome:
     """Run a workload. ``progress`` is called with requests ended and requests in all; what it raises ends the run.
 
     Raises ValueError when a setting is wrong; KeyboardInterrupt within moments of Ctrl-C.

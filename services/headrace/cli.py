@@ -1,7 +1,7 @@
 """The command line.
 
 ``headrace router | scheduler | cache | worker`` runs one service, ``headrace up`` all of them on this machine; ``chat``
-and ``bench`` are clients; ``config`` shows the configuration.
+and ``bench`` are clients; ``sim`` simulates a mesh; ``config`` shows the configuration.
 
 A user's mistake is one red line and exit code 2, never a traceback; what fails for other reasons ends with 1. Heavy
 modules are imported by the command that needs them, so that ``--help`` is quick. What this module leaves to others: all
@@ -326,6 +326,122 @@ def bench(
     if report.interrupted:
         raise typer.Exit(130)
     raise typer.Exit(0 if report.succeeded else 1)
+
+
+@app.command()
+def sim(
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace to replay; a folder of clients for ServeGen's.", show_default="made up")
+    ] = None,
+    trace_format: Annotated[
+        str, typer.Option("--format", help="mooncake, azure, measured, servegen or auto.")
+    ] = "auto",
+    synthetic: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=NUMBER,...",
+            help="A made-up workload: requests, rate_per_s, prompt_tokens, output_tokens, sigma, roots, shared_tokens, "
+            "block_tokens, tenants, batch_share.",
+            show_default="10,000 requests",
+        ),
+    ] = "",
+    requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.", show_default="all")] = None,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds of a ServeGen trace.")] = 3600.0,
+    workers: Annotated[int, typer.Option(min=1, max=4096, help="Workers of each kind.")] = 8,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gpu",
+            "--cost-table",
+            metavar="TABLE[:WORKERS]",
+            help="Cost table of the workers, by name or as a JSON file; repeated for a mixed pool. 'list' shows them.",
+            show_default="a100-llama3-8b",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Placement rule; repeated, or 'all'.", show_default="marginal_delay"),
+    ] = None,
+    load: Annotated[
+        list[float] | None,
+        typer.Option(help="Times the workload's own speed; repeated.", show_default="1"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each kind, with seeds 1, 2, ...")] = 1,
+    staleness_ms: Annotated[float, typer.Option(min=0, help="Mean age of what is known of workers.")] = 0.0,
+    kv_blocks: Annotated[int, typer.Option(min=0, help="KV blocks of a worker; 0 = as the cost table says.")] = 0,
+    host_blocks: Annotated[int, typer.Option(min=0, help="KV blocks that a worker keeps in host memory.")] = 0,
+    order: Annotated[str, typer.Option(help="Whose prompt first: fcfs, edf, sjf or shortest_output.")] = "edf",
+    chunk: Annotated[str, typer.Option(help="Tokens of a step, or dynamic: as many as the pace allows.")] = "dynamic",
+    shed: Annotated[bool, typer.Option(help="Give up what can't have its first token in time.")] = True,
+    closed_loop: Annotated[
+        bool, typer.Option("--closed-loop", help="A turn of a conversation waits for the answer before it.")
+    ] = False,
+    ttft_target_ms: Annotated[
+        float, typer.Option(min=0, help="Due time of the first token; 3 times the prompt's own if that is longer.")
+    ] = 2000.0,
+    tpot_target_ms: Annotated[float, typer.Option(min=0.001, help="Time between tokens.")] = 100.0,
+    fail: Annotated[
+        list[str] | None,
+        typer.Option(metavar="AT:WORKER:DOWN", help="Lose a worker at a second, for seconds; repeated."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw goodput and TTFT as .svg or .png.", show_default="none")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Simulate a mesh on a trace: what would placement rules, fleets and loads give?
+
+    Means over seeds come with 95% intervals. Ctrl-C ends it without results.
+    """
+    from headrace import sim as simulator
+    from headrace.terminal import SimProgress, show_cost_tables, show_simulation
+
+    if gpu == ["list"]:
+        show_cost_tables(as_json=as_json)
+        return
+    policies = tuple(policy or ("marginal_delay",))
+    if policies == ("all",):
+        policies = simulator.all_policies()
+    simulator.check_policies(policies)
+    if plot is not None:
+        simulator.check_plot(plot)
+    workload = (
+        simulator.read_trace(trace, trace_format, duration_s=duration)
+        if trace is not None
+        else simulator.make_workload(simulator.parse_pairs(synthetic, "--synthetic"), 1)
+    )
+    if requests is not None:
+        workload = workload.first(requests)
+    if closed_loop:
+        workload = workload.with_sessions()
+    groups = [
+        {**simulator.parse_group(each, workers), "kv_blocks": kv_blocks, "host_blocks": host_blocks}
+        for each in gpu or ("a100-llama3-8b",)
+    ]
+    settings = {
+        "groups": groups,
+        "order": order,
+        "chunk": chunk,
+        "shed": shed,
+        "closed_loop": closed_loop,
+        "staleness_s": staleness_ms / 1000,
+        "ttft_target_s": ttft_target_ms / 1000,
+        "tpot_target_s": tpot_target_ms / 1000,
+        "faults": [simulator.parse_fault(each) for each in fail or ()],
+    }
+    plan = simulator.Plan(workload, policies, tuple(load or (1.0,)), tuple(range(1, seeds + 1)), settings)
+    try:
+        with SimProgress(plan, quiet=quiet or as_json) as progress:
+            results = simulator.run(plan, progress, keep_ttft=plot is not None)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if plot is not None:
+        simulator.plot(results, plot)
+    if as_json:
+        sys.stdout.write(json.dumps(results.to_dict()) + "\n")
+    else:
+        show_simulation(results)
 
 
 @contextlib.contextmanager

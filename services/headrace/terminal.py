@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from headrace import sim
     from headrace.bench import Plan, Report, Spread
     from headrace.up import Mesh
 
@@ -186,3 +187,82 @@ def _milliseconds(spread: Spread | None) -> list[str]:
     if spread is None:
         return ["-"] * 5
     return [f"{value * 1000:.2f}" for value in (spread.p50, spread.p90, spread.p99, spread.mean, spread.max)]
+
+
+class SimProgress:
+    """The bar of ``headrace sim``: requests ended over all runs. What it returns is for the simulator to call."""
+
+    def __init__(self, plan: sim.Plan, *, quiet: bool = False) -> None:
+        console = stderr()
+        self._shown = not quiet and console.is_terminal
+        self._progress = Progress(
+            TextColumn("simulating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=plan.runs * len(plan.workload))
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        if self._shown:
+            self._progress.start()
+        return self._on_progress
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._progress.stop()
+
+    def _on_progress(self, ended: int, _all: int) -> None:
+        if self._shown:
+            self._progress.update(self._task, completed=ended)
+
+
+def show_simulation(results: sim.Results) -> None:
+    """A simulation's points and knees for people."""
+    console = stdout()
+    seeds = len(results.seeds)
+    console.print(f"{results.requests} requests, {seeds} seed{'s' if seeds > 1 else ''}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    headings = ("policy", "load", "goodput", "refused", "TTFT s", "p99", "TPOT ms", "p99", "hit")
+    for at, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if at == 0 else "right", no_wrap=True)
+    for point in results.points:
+        figures = point.figures
+        table.add_row(
+            point.policy,
+            f"{point.load:g}",
+            _interval(figures["goodput"], 3),
+            f"{point.rejected.mean:.3f}",
+            _interval(figures["ttft_mean_s"], 2),
+            f"{figures['ttft_p99_s'].mean:.2f}",
+            f"{figures['tpot_mean_s'].mean * 1000:.1f}",
+            f"{figures['tpot_p99_s'].mean * 1000:.1f}",
+            f"{figures['hit'].mean:.3f}",
+        )
+    console.print(table)
+    for policy, knee in results.knees.items():
+        if knee is not None:
+            console.print(f"{policy}: goodput falls through .9 at load {_interval(knee, 2)}", markup=False)
+
+
+def _interval(value: sim.Interval, digits: int) -> str:
+    half = "" if value.half != value.half else f" ±{value.half:.{digits}f}"
+    return f"{value.mean:.{digits}f}{half}"
+
+
+def show_cost_tables(*, as_json: bool = False) -> None:
+    """The built-in cost tables, with their sources."""
+    import json
+
+    from headrace._gateway import cost_tables
+
+    if as_json:
+        sys.stdout.write(cost_tables() + "\n")
+        return
+    console = stdout()
+    for table in json.loads(cost_tables()):
+        gpus = f"{table['tensor_parallel']} × {table['gpu']}"
+        console.print(f"[bold]{table['name']}[/bold]  {table['model']} on {gpus}, {table['kv_tokens']} KV tokens")
+        console.print(f"  [dim]{escape(table['source'])}[/dim]")
