@@ -1,6 +1,6 @@
 //! The scheduler's side: what each router may have running on each worker by its own decision, and what it has.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::Room;
 use crate::scheduler::events::Link;
@@ -96,9 +96,24 @@ impl Ledger {
         }
     }
 
-    /// A worker is gone, and all that was lent of it.
-    pub fn remove_worker(&mut self, worker: Link) {
-        self.workers.remove(&worker);
+    /// A worker is gone, and all that was lent of it; the routers that held shares.
+    pub fn remove_worker(&mut self, worker: Link) -> Vec<Link> {
+        let lent = self.workers.remove(&worker).unwrap_or_default();
+        lent.books.into_keys().collect()
+    }
+
+    /// The routers that may place something on a worker.
+    pub fn holders(&self, worker: Link) -> impl Iterator<Item = Link> + '_ {
+        let books = self.workers.get(&worker).into_iter().flat_map(|lent| &lent.books);
+        books
+            .filter(|(_, books)| books.latest() != Room::NONE)
+            .map(|(&router, _)| router)
+    }
+
+    /// Whether a router may place anything by itself, for all we know.
+    pub fn trusts(&self, router: Link) -> bool {
+        let books = self.workers.values().filter_map(|lent| lent.books.get(&router));
+        books.into_iter().any(|books| books.ceiling() != Room::NONE)
     }
 
     /// Room of a worker that is lent and not known to be used: nobody else can have it.
@@ -133,9 +148,11 @@ impl Ledger {
     }
 
     /// A router knows all shares up to that number, and has reported all that it placed before.
-    pub fn knows(&mut self, router: Link, number: u64) {
+    /// Returns the workers whose room is another one for it.
+    pub fn knows(&mut self, router: Link, number: u64) -> BTreeSet<Link> {
+        let mut changed = BTreeSet::new();
         let Some(sent) = self.routers.get_mut(&router) else {
-            return;
+            return changed;
         };
         while let Some(&(next, worker)) = sent.unknown.front().filter(|(next, _)| *next <= number) {
             sent.unknown.pop_front();
@@ -148,7 +165,9 @@ impl Ledger {
                 }
             }
             lent.count();
+            changed.insert(worker);
         }
+        changed
     }
 
     /// Changes what a router may have running on a worker; the share to be sent, if it is another one than before.

@@ -195,7 +195,7 @@ impl World {
                     self.ledger.released(router, lease.worker, lease.room);
                 }
             }
-            Some(Said::Knows(number)) => self.ledger.knows(router, number),
+            Some(Said::Knows(number)) => drop(self.ledger.knows(router, number)),
             None => {}
         }
     }

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use super::events::{Class, LeaseId, Link};
+use crate::credits::{Outlook, Share};
 
 /// Something to do.
 #[derive(Clone, Debug)]
@@ -57,6 +58,29 @@ pub enum Action {
     },
     /// What routers know of the fleet is no longer true: send them the core's view of it.
     FleetChanged,
+    /// A router may have so much running on a worker by its own decision.
+    Lent {
+        /// The limit.
+        share: Share,
+        /// What is believed of the worker.
+        outlook: Outlook,
+    },
+    /// What is believed of a worker has changed: for a router that holds a share of it.
+    News {
+        /// The router's stream.
+        link: Link,
+        /// The worker's.
+        worker: Link,
+        /// What is believed now.
+        outlook: Outlook,
+    },
+    /// A worker is gone, and a router's share of it.
+    Unlent {
+        /// The router's stream.
+        link: Link,
+        /// The worker's.
+        worker: Link,
+    },
     /// Let the worker compute so many prompt tokens in one step beside decoding.
     SetChunk {
         /// The worker's stream.

@@ -20,6 +20,7 @@ use super::{
     actions::{Action, Grant, Reason, Refusal},
     events::{Ask, Event, LeaseId, Link, Load, RunningLease, WorkerHello},
     fleet::{kv_tokens, Fleet, Lease},
+    lending::Lending,
     map::{Key, Map},
     queue::{Place, Queue, Waiting},
     rate::Rate,
@@ -56,6 +57,8 @@ pub struct Policy {
     pub router_grace_s: f64,
     /// Leases for a worker, as a multiple of its slots.
     pub queue_factor: f64,
+    /// Lend room to routers while nothing waits.
+    pub credits: bool,
 }
 
 impl Default for Policy {
@@ -66,6 +69,7 @@ impl Default for Policy {
             heartbeats_missed: 12,
             router_grace_s: 5.0,
             queue_factor: 1.25,
+            credits: false,
         }
     }
 }
@@ -78,12 +82,16 @@ impl Policy {
 }
 
 /// A router, over its reconnections.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Router {
     /// Its stream; None = it is away.
     pub link: Option<Link>,
     /// What it holds.
     pub leases: BTreeSet<LeaseId>,
+    /// The stream whose shares it may still use: while it is away, those of its last one.
+    shares: Option<Link>,
+    /// Requests of late.
+    pub(super) demand: Rate,
     /// When its leases end, while it is away.
     expires_s: f64,
 }
@@ -102,15 +110,15 @@ pub struct Oddities {
 /// All that the scheduler knows and decides.
 #[derive(Debug)]
 pub struct Core {
-    policy: Policy,
-    fleet: Fleet,
-    queue: Queue,
-    routers: BTreeMap<Arc<str>, Router>,
-    oddities: Oddities,
+    pub(super) policy: Policy,
+    pub(super) fleet: Fleet,
+    pub(super) queue: Queue,
+    pub(super) routers: BTreeMap<Arc<str>, Router>,
+    pub(super) oddities: Oddities,
     rng: SmallRng,
-    now_s: f64,
+    pub(super) now_s: f64,
     next_lease: LeaseId,
-    routers_by_link: Map<Link, Arc<str>>,
+    pub(super) routers_by_link: Map<Link, Arc<str>>,
     /// Routers that are away, by when their leases end.
     away: BTreeSet<(Key, Arc<str>)>,
     completions: Rate,
@@ -119,7 +127,8 @@ pub struct Core {
     settled_s: Option<f64>,
     seen_pools: BTreeSet<Arc<str>>,
     silence_check_s: f64,
-    actions: Vec<Action>,
+    pub(super) lending: Lending,
+    pub(super) actions: Vec<Action>,
 }
 
 impl Core {
@@ -141,6 +150,7 @@ impl Core {
             settled_s: Some(now_s + policy.silence_s()),
             seen_pools: BTreeSet::new(),
             silence_check_s: f64::INFINITY,
+            lending: Lending::default(),
             actions: Vec::new(),
             policy,
         }
@@ -166,6 +176,13 @@ impl Core {
             Event::RouterLost { link } => self.router_lost(link),
             Event::WorkerJoined { link, hello } => self.worker_joined(link, *hello),
             Event::WorkerLost { link } => self.remove_worker(link),
+            Event::Placed {
+                link,
+                lease,
+                worker,
+                ask,
+            } => self.placed(link, lease, worker, &ask),
+            Event::KnowsShares { link, number } => self.knows_shares(link, number),
             Event::Progressed { .. } | Event::BlocksChanged { .. } | Event::Tick => {}
         }
         if self.fleet.changed && self.now_s >= self.fleet_told_s + FLEET_INTERVAL_S {
@@ -173,6 +190,7 @@ impl Core {
             self.fleet_told_s = self.now_s;
             self.actions.push(Action::FleetChanged);
         }
+        self.lend();
         actions.append(&mut self.actions);
     }
 
@@ -190,6 +208,9 @@ impl Core {
         }
         if let Some(settled_s) = self.settled_s {
             earliest_s = earliest_s.min(settled_s);
+        }
+        if let Some(look_s) = self.lending.next_s() {
+            earliest_s = earliest_s.min(look_s);
         }
         (earliest_s < f64::INFINITY).then_some(earliest_s)
     }
@@ -283,7 +304,13 @@ impl Core {
     // Routers.
 
     fn router_joined(&mut self, link: Link, router_id: Arc<str>, running: Vec<RunningLease>) {
-        let router = self.routers.entry(router_id.clone()).or_default();
+        let router = self.routers.entry(router_id.clone()).or_insert_with(|| Router {
+            link: None,
+            leases: BTreeSet::new(),
+            shares: None,
+            demand: Rate::new(self.now_s),
+            expires_s: 0.0,
+        });
         let before = router.link.replace(link);
         self.away.remove(&(Key(router.expires_s), router_id.clone()));
         let held = router.leases.clone();
@@ -293,6 +320,16 @@ impl Core {
             self.leave_queue(old);
             self.routers_by_link.remove(&old);
         }
+        // What it places from now on is within the shares of this stream; what runs from before is announced.
+        if let Some(old) = self
+            .routers
+            .get_mut(&router_id)
+            .and_then(|router| router.shares.replace(link))
+        {
+            self.lending.ledger.leave(old);
+        }
+        self.lending.ledger.join(link);
+        self.routers_changed();
         self.routers_by_link.insert(link, router_id.clone());
         let announced: BTreeSet<_> = running.iter().map(|each| each.lease).collect();
         for &id in held.difference(&announced) {
@@ -320,10 +357,11 @@ impl Core {
             prompt_tokens: running.prompt_tokens,
             kv_tokens: u64::from(running.prompt_tokens),
             granted_s: self.now_s,
+            by_credit: None,
         });
     }
 
-    fn hold(&mut self, lease: Lease) {
+    pub(super) fn hold(&mut self, lease: Lease) {
         if let Some(router) = self.routers.get_mut(&lease.router_id) {
             router.leases.insert(lease.id);
         }
@@ -339,8 +377,9 @@ impl Core {
             return;
         };
         router.link = None;
-        if router.leases.is_empty() {
-            self.routers.remove(&router_id);
+        // It may have placed more than it could still say.
+        if router.leases.is_empty() && !self.lending.ledger.trusts(link) {
+            self.forget_router(&router_id);
         } else {
             router.expires_s = self.now_s + self.policy.router_grace_s;
             self.away.insert((Key(router.expires_s), router_id));
@@ -355,9 +394,13 @@ impl Core {
 
     fn forget_router(&mut self, router_id: &str) {
         if let Some(router) = self.routers.remove(router_id) {
+            if let Some(shares) = router.shares {
+                self.lending.ledger.leave(shares);
+            }
             for id in router.leases {
                 self.free(id);
             }
+            self.routers_changed();
         }
     }
 
@@ -377,9 +420,14 @@ impl Core {
             self.actions.push(Action::Refused(Box::new(refusal)));
             return;
         }
+        self.demanded(link);
         let place = self.queue.add(self.now_s, link, ask);
         if self.place_newcomer(place) {
             return;
+        }
+        let pools = self.queue.get(place).map(|waiting| waiting.ask.pools.clone());
+        for pool in pools.unwrap_or_default() {
+            self.stop_lending(&pool);
         }
         let limit = self.policy.max_queued;
         if self.queue.len() > limit {
@@ -549,7 +597,7 @@ impl Core {
     }
 
     /// A worker may have room: give it to those whose turn it is.
-    fn offer(&mut self, link: Link) {
+    pub(super) fn offer(&mut self, link: Link) {
         while let Some(place) = self.next_for(link) {
             self.grant(link, place);
         }
@@ -646,9 +694,11 @@ impl Core {
             prompt_tokens: ask.prompt_tokens,
             kv_tokens: kv_tokens(ask),
             granted_s: self.now_s,
+            by_credit: None,
         };
         self.next_lease += 1;
         self.hold(lease);
+        self.room_changed(link);
     }
 
     // Leases.
@@ -675,6 +725,8 @@ impl Core {
             router.leases.remove(&id);
         }
         if let Some(link) = worker {
+            self.settled_by_credit(&lease, link);
+            self.room_changed(link);
             self.offer(link);
         }
     }
@@ -749,6 +801,7 @@ impl Core {
             }
             self.serves_less(&pool, shorter);
         }
+        self.room_changed(link);
         self.offer(link);
     }
 
@@ -765,6 +818,7 @@ impl Core {
         let Some((_, leases)) = self.fleet.remove(link) else {
             return;
         };
+        self.unlend(link);
         for lease in leases {
             if let Some(router) = self.routers.get_mut(&lease.router_id) {
                 router.leases.remove(&lease.id);

@@ -36,6 +36,24 @@ pub enum Event {
         /// The request.
         ask: Box<Ask>,
     },
+    /// A router has placed a request by itself, within a share of its.
+    Placed {
+        /// The router's stream.
+        link: Link,
+        /// The lease's number: the router's choice, unlike any other.
+        lease: LeaseId,
+        /// The worker's stream, as the share named it.
+        worker: Link,
+        /// The request. Its number does not count.
+        ask: Box<Ask>,
+    },
+    /// A router knows all shares up to that number, and has reported all that it placed before.
+    KnowsShares {
+        /// The router's stream.
+        link: Link,
+        /// The last one.
+        number: u64,
+    },
     /// The client of an ask left; no answer is owed any more.
     Withdrawn {
         /// The router's stream.

@@ -17,6 +17,8 @@ use std::{
 
 use rand::Rng;
 
+use crate::credits::Room;
+
 use super::{
     events::{Ask, Capabilities, Description, LeaseId, Link, Load, WorkerHello, WorkerState},
     map::{Key, Map},
@@ -58,6 +60,8 @@ pub struct Lease {
     pub kv_tokens: u64,
     /// When it began.
     pub granted_s: f64,
+    /// The router's stream, when it placed this by itself.
+    pub by_credit: Option<Link>,
 }
 
 /// A set of leases and what they add up to.
@@ -147,6 +151,8 @@ pub struct Worker {
     pub held: Held,
     /// Of those, what the last report may not know of yet.
     pub unreported: Held,
+    /// Room that routers may use by themselves and, for all we know, do not yet.
+    pub promised: Room,
     /// The one ask that this worker keeps its room for.
     pub reserved_for: Option<u64>,
     /// The longest prompt that its pool counts on it for; None = it is not ready.
@@ -172,6 +178,7 @@ impl Worker {
             heard_s: now_s,
             held: Held::default(),
             unreported: Held::default(),
+            promised: Room::NONE,
             reserved_for: None,
             serves_prompt_tokens: None,
             slots: 1,
@@ -192,7 +199,7 @@ impl Worker {
 
     /// Takes any request now, as far as leases go.
     pub fn open(&self) -> bool {
-        self.ready() && self.reserved_for.is_none() && self.held.choices < self.limit
+        self.ready() && self.reserved_for.is_none() && self.held.choices + self.promised.choices < self.limit
     }
 
     /// Leased prompt tokens that are still to be computed.
@@ -222,13 +229,14 @@ impl Worker {
 
     /// Whether there is room for this ask now. Who has nothing to do has room for anything.
     pub fn has_room(&self, ask: &Ask) -> bool {
-        if self.held.is_empty() {
+        if self.held.is_empty() && self.promised == Room::NONE {
             return true;
         }
-        if self.held.choices + u64::from(ask.choices) > self.limit {
+        if self.held.choices + self.promised.choices + u64::from(ask.choices) > self.limit {
             return false;
         }
-        self.kv_tokens_total == 0 || self.kv_demand_tokens() + kv_tokens(ask) <= self.kv_tokens_total
+        let demand = self.kv_demand_tokens() + self.promised.kv_tokens + kv_tokens(ask);
+        self.kv_tokens_total == 0 || demand <= self.kv_tokens_total
     }
 
     /// What follows from description and report; kept, because placement asks for it all the time.
@@ -587,6 +595,14 @@ impl Fleet {
         }
         self.reorder(link);
         Some((lease, Some(link)))
+    }
+
+    /// So much of a worker is promised now.
+    pub(super) fn promise(&mut self, link: Link, promised: Room) {
+        if let Some(worker) = self.workers.get_mut(&link) {
+            worker.promised = promised;
+            self.reorder(link);
+        }
     }
 
     /// Puts a worker where it belongs in its pool's order after any change to it.

@@ -18,6 +18,7 @@ pub mod fleet;
 pub mod queue;
 
 mod core;
+mod lending;
 mod map;
 mod rate;
 #[cfg(test)]

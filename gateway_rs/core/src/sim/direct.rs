@@ -224,7 +224,12 @@ impl Scheduler for Direct {
             Event::Asked { link, ask } => self.asked(link, &ask, actions),
             Event::Progressed { lease, .. } => self.prefilled(lease, false),
             Event::Released { lease, .. } => self.prefilled(lease, true),
-            Event::RouterJoined { .. } | Event::RouterLost { .. } | Event::Withdrawn { .. } | Event::Tick => {}
+            Event::RouterJoined { .. }
+            | Event::RouterLost { .. }
+            | Event::Withdrawn { .. }
+            | Event::Placed { .. }
+            | Event::KnowsShares { .. }
+            | Event::Tick => {}
         }
     }
 

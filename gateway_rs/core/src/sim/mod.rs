@@ -521,6 +521,10 @@ impl<'a, S: Scheduler> Run<'a, S> {
             | Action::JoinRefused { .. }
             | Action::WorkerDropped { .. }
             | Action::RouterDropped { .. }
+            // Nothing is lent here: the policy is what is simulated.
+            | Action::Lent { .. }
+            | Action::News { .. }
+            | Action::Unlent { .. }
             | Action::FleetChanged => {}
         }
     }

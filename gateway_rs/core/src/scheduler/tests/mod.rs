@@ -13,6 +13,7 @@
 //! ```
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod lending;
 mod promises;
 mod properties;
 mod scenarios;

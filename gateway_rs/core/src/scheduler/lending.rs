@@ -1,0 +1,300 @@
+//! When room is lent to routers, and when it is taken back. The books are `credits.rs`'s, and so is the proof.
+//!
+//! A pool lends while nothing waits for it. The first ask that has to wait takes everything back: from then on the queue
+//! alone decides whose turn it is, until it has been empty for a while and there is room again.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use super::{
+    actions::Action,
+    core::Core,
+    events::{Ask, LeaseId, Link},
+    fleet::{kv_tokens, Lease, Worker},
+};
+use crate::credits::{Ledger, Outlook, Room, Share};
+
+/// Shares are looked at again at most so often: what came meanwhile is one change.
+const INTERVAL_S: f64 = 0.05;
+
+/// A pool whose queue had to be asked lends again after so long at the earliest, so that the two ways do not alternate
+/// with every request.
+const PAUSE_S: f64 = 0.5;
+
+/// And when so many parts of its room are free again: one of four.
+const FREE_PARTS: u64 = 4;
+
+/// KV of a worker that does not say how much it has.
+const UNBOUNDED_KV_TOKENS: u64 = 1 << 50;
+
+/// A router that has placed nothing of late still gets a little: its first requests should not have to ask either.
+const LEAST_DEMAND_PER_S: f64 = 0.1;
+
+/// What lending remembers.
+#[derive(Debug, Default)]
+pub(super) struct Lending {
+    /// The books.
+    pub ledger: Ledger,
+    /// Workers whose room has changed since they were last looked at.
+    changed: BTreeSet<Link>,
+    /// When that was.
+    looked_s: f64,
+    /// Pools that lend nothing, by when they stopped.
+    stopped: BTreeMap<Arc<str>, f64>,
+    /// What each worker's holders were last told of it.
+    told: BTreeMap<Link, Outlook>,
+}
+
+impl Lending {
+    /// When to look again; None = when something changes.
+    pub fn next_s(&self) -> Option<f64> {
+        (!self.changed.is_empty()).then_some(self.looked_s + INTERVAL_S)
+    }
+}
+
+impl Core {
+    /// A router has placed a request by itself. A fact, whatever we believed of the room there.
+    pub(super) fn placed(&mut self, link: Link, id: LeaseId, worker: Link, ask: &Ask) {
+        let (Some(router_id), Some(held)) = (self.routers_by_link.get(&link), self.fleet.workers.get(&worker)) else {
+            // Its worker has just gone; the release will not be known either.
+            return;
+        };
+        if self.fleet.leases.contains_key(&id) {
+            self.oddities.lease_collision += 1;
+            return;
+        }
+        let lease = Lease {
+            id,
+            router_id: router_id.clone(),
+            instance_id: held.hello.instance_id.clone(),
+            request_id: ask.request_id.clone(),
+            tenant: ask.tenant.clone(),
+            choices: ask.choices,
+            prompt_tokens: ask.prompt_tokens,
+            kv_tokens: kv_tokens(ask),
+            granted_s: self.now_s,
+            by_credit: Some(link),
+        };
+        self.lending.ledger.placed(link, worker, room_of(&lease));
+        self.demanded(link);
+        self.hold(lease);
+        self.room_changed(worker);
+    }
+
+    /// A router knows its shares up to that number.
+    pub(super) fn knows_shares(&mut self, link: Link, number: u64) {
+        for worker in self.lending.ledger.knows(link, number) {
+            self.room_changed(worker);
+            self.offer(worker);
+        }
+    }
+
+    /// A lease has ended that was placed by credit.
+    pub(super) fn settled_by_credit(&mut self, lease: &Lease, worker: Link) {
+        if let Some(router) = lease.by_credit {
+            self.lending.ledger.released(router, worker, room_of(lease));
+        }
+    }
+
+    /// Counts a request for the share that a router should have.
+    pub(super) fn demanded(&mut self, link: Link) {
+        let now_s = self.now_s;
+        if let Some(router) = self.routers_by_link.get(&link) {
+            if let Some(router) = self.routers.get_mut(router) {
+                router.demand.add(now_s, 1.0);
+            }
+        }
+    }
+
+    /// A worker's room is another one than before, or may be.
+    pub(super) fn room_changed(&mut self, worker: Link) {
+        self.fleet.promise(worker, self.lending.ledger.promised(worker));
+        if self.policy.credits {
+            self.lending.changed.insert(worker);
+        }
+    }
+
+    /// All workers have to be looked at: a router came or went.
+    pub(super) fn routers_changed(&mut self) {
+        let workers: Vec<_> = self.fleet.workers.keys().copied().collect();
+        workers.into_iter().for_each(|worker| self.room_changed(worker));
+    }
+
+    /// Something has to wait in that pool: it is for the queue now.
+    pub(super) fn stop_lending(&mut self, pool: &str) {
+        let Some(pool) = self.fleet.pools.get(pool) else {
+            return;
+        };
+        let before = self.lending.stopped.insert(pool.name.clone(), self.now_s);
+        if before.is_some() {
+            return;
+        }
+        let workers: Vec<_> = pool.workers.iter().copied().collect();
+        workers.into_iter().for_each(|worker| self.take_back(worker));
+    }
+
+    /// Routers place nothing more on a worker by themselves.
+    pub(super) fn take_back(&mut self, worker: Link) {
+        let mut shares = Vec::new();
+        self.lending.ledger.take_back(worker, &mut shares);
+        self.send(shares);
+        self.room_changed(worker);
+    }
+
+    /// A worker is gone.
+    pub(super) fn unlend(&mut self, worker: Link) {
+        for router in self.lending.ledger.remove_worker(worker) {
+            self.actions.push(Action::Unlent { link: router, worker });
+        }
+        self.lending.changed.remove(&worker);
+        self.lending.told.remove(&worker);
+    }
+
+    /// Looks at the workers whose room has changed, and lends, or corrects what is lent.
+    pub(super) fn lend(&mut self) {
+        if !self.lending.next_s().is_some_and(|next_s| next_s <= self.now_s) {
+            return;
+        }
+        self.lending.looked_s = self.now_s;
+        self.resume_lending();
+        let now_s = self.now_s;
+        let demand: Vec<_> = (self.routers.values_mut())
+            .filter_map(|router| Some((router.link?, router.demand.per_s(now_s) + LEAST_DEMAND_PER_S)))
+            .collect();
+        for link in std::mem::take(&mut self.lending.changed) {
+            let Some(worker) = self.fleet.workers.get(&link) else {
+                continue;
+            };
+            if self.lending.stopped.contains_key(&worker.hello.pool) {
+                continue;
+            }
+            if !worker.ready() || worker.reserved_for.is_some() {
+                self.take_back(link);
+                self.lending.changed.remove(&link);
+                continue;
+            }
+            let mut shares = Vec::new();
+            let free = free(worker);
+            self.lending.ledger.lend(link, free, &demand, &mut shares);
+            self.fleet.promise(link, self.lending.ledger.promised(link));
+            let sent: BTreeSet<_> = shares.iter().map(|share| share.router).collect();
+            self.send(shares);
+            self.tell(link, &sent);
+        }
+    }
+
+    /// Pools that have been calm for a while lend again.
+    fn resume_lending(&mut self) {
+        let calm: Vec<_> = (self.lending.stopped.iter())
+            .filter(|(pool, since_s)| self.now_s >= *since_s + PAUSE_S && self.is_calm(pool))
+            .map(|(pool, _)| pool.clone())
+            .collect();
+        for name in calm {
+            self.lending.stopped.remove(&name);
+            if let Some(pool) = self.fleet.pools.get(&name) {
+                self.lending.changed.extend(&pool.workers);
+            }
+        }
+        // Otherwise nothing might happen any more that would have us look again.
+        let waiting = self
+            .lending
+            .stopped
+            .keys()
+            .filter_map(|name| self.fleet.pools.get(name));
+        let one_each: Vec<_> = waiting.filter_map(|pool| pool.workers.first().copied()).collect();
+        self.lending.changed.extend(one_each);
+    }
+
+    fn is_calm(&self, pool: &str) -> bool {
+        let Some(pool) = self.fleet.pools.get(pool) else {
+            return true;
+        };
+        let (mut all, mut open) = (0, 0);
+        for worker in pool.ready.iter().filter_map(|link| self.fleet.workers.get(link)) {
+            all += worker.limit;
+            open += free(worker).choices;
+        }
+        self.queue.in_turn(&pool.name).next().is_none() && open * FREE_PARTS >= all
+    }
+
+    fn send(&mut self, shares: Vec<Share>) {
+        for share in shares {
+            if let Some(worker) = self.fleet.workers.get(&share.worker) {
+                let outlook = outlook(worker);
+                self.actions.push(Action::Lent { share, outlook });
+            }
+        }
+    }
+
+    /// Tells the holders of a worker's shares how it is doing, when that is news. Those in `sent` have just been told.
+    fn tell(&mut self, link: Link, sent: &BTreeSet<Link>) {
+        let Some(worker) = self.fleet.workers.get(&link) else {
+            return;
+        };
+        let outlook = outlook(worker);
+        let told = self.lending.told.entry(link).or_default();
+        if !is_news(told, &outlook) {
+            return;
+        }
+        *told = outlook;
+        for router in self
+            .lending
+            .ledger
+            .holders(link)
+            .filter(|router| !sent.contains(router))
+        {
+            self.actions.push(Action::News {
+                link: router,
+                worker: link,
+                outlook,
+            });
+        }
+    }
+}
+
+fn room_of(lease: &Lease) -> Room {
+    Room {
+        choices: u64::from(lease.choices),
+        kv_tokens: lease.kv_tokens,
+    }
+}
+
+/// What is neither held nor promised.
+fn free(worker: &Worker) -> Room {
+    let capacity = Room {
+        choices: worker.limit,
+        kv_tokens: match worker.kv_tokens_total {
+            0 => UNBOUNDED_KV_TOKENS,
+            total => total,
+        },
+    };
+    let held = Room {
+        choices: worker.held.choices(),
+        kv_tokens: worker.kv_demand_tokens(),
+    };
+    capacity.less(held).less(worker.promised)
+}
+
+fn outlook(worker: &Worker) -> Outlook {
+    // In tokens instead of ms where the model of its cost says nothing: as good among equals.
+    Outlook {
+        pending_prefill_ms: worker.pending_prompt_tokens() as f64,
+        prefill_ms_per_token: 1.0,
+        decoding: worker.load.running_requests,
+        waiting: worker.load.waiting_requests,
+    }
+}
+
+/// Whether a router would place otherwise for it: a quarter more or less of anything.
+fn is_news(told: &Outlook, now: &Outlook) -> bool {
+    let differs = |told: f64, now: f64, grain: f64| (told - now).abs() > grain.max(told.max(now) / 4.0);
+    differs(
+        told.pending_prefill_ms,
+        now.pending_prefill_ms,
+        256.0 * now.prefill_ms_per_token,
+    ) || differs(f64::from(told.decoding), f64::from(now.decoding), 1.0)
+        || differs(f64::from(told.waiting), f64::from(now.waiting), 1.0)
+        || differs(told.prefill_ms_per_token, now.prefill_ms_per_token, 0.0)
+}
