@@ -4,6 +4,7 @@
 //! - [`request`] is what a request may be, [`openai`] how HTTP clients write one and read its answer, [`template`] and
 //!   [`tokenize`] make ids of it, [`detok`] and [`stops`] make text of ids, [`blocks`] names prefixes and answers,
 //!   [`schema`] says which forms of answer may be asked for. All of these are pure: values in, values out.
+//! - [`scheduler`] puts the scheduler's core (`headrace-core`) behind its wire messages.
 //! - [`plane`] alone does network: the router's data plane (axum, tonic, tokio).
 //! - `python` alone knows PyO3.
 
@@ -16,6 +17,7 @@ pub mod plane;
 pub mod proto;
 mod python;
 pub mod request;
+pub mod scheduler;
 pub mod schema;
 pub mod stops;
 pub mod template;

@@ -5,7 +5,7 @@ Work that grows with its input is done with the interpreter's lock released.
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import final
+from typing import Any, TypeAlias, final
 
 __all__ = [
     "Certificates",
@@ -13,6 +13,7 @@ __all__ = [
     "CostTable",
     "Outcome",
     "Router",
+    "Scheduler",
     "StopMatcher",
     "StreamDecoder",
     "Tokenizer",
@@ -21,6 +22,14 @@ __all__ = [
     "cost_tables",
     "placement_policies",
     "simulate",
+]
+
+_Effects: TypeAlias = tuple[
+    list[tuple[int, bytes]],
+    bool,
+    list[tuple[int, str, str]],
+    list[tuple[str, int, int, tuple[Any, ...], tuple[str, ...]]],
+    list[str],
 ]
 
 @final
@@ -56,6 +65,49 @@ class Router:
 
     def stop(self) -> None:
         """End what still runs and close the ports."""
+
+@final
+class Scheduler:
+    """The scheduler behind its wire messages. No clock: ``now_s`` is the caller's and never goes back.
+
+    What something led to comes as ``(sends, fleet_changed, ends, spans, notes)``:
+
+    - ``sends``: ``(link, message)``; those to one router's stream may be concatenated into one message;
+    - ``fleet_changed``: all routers are owed ``fleet_view()``;
+    - ``ends``: ``(link, status, message)`` of streams that must end after what was sent;
+    - ``spans``: what began and ended of asks whose trace is recorded, ``(kind, link, ask, attributes, context)`` with
+      ``began, (request_id, class, prompt_tokens), (traceparent, tracestate)``, ``granted, (worker_id, queue_s)``,
+      ``rejected, (code,)`` and ``cancelled, ()``;
+    - ``notes``: for the log.
+    """
+
+    def __new__(
+        cls, policy_json: str, *, wait_buckets_s: Sequence[float], seed: int, now_s: float, first_lease: int
+    ) -> Scheduler:
+        """One that knows nobody. ``policy_json`` sets what differs from the defaults. Raises ValueError."""
+
+    def router_message(self, now_s: float, link: int, message: bytes) -> _Effects:
+        """A ``PlaceRequest``. Raises ValueError when its stream must end for it."""
+
+    def router_lost(self, now_s: float, link: int) -> _Effects: ...
+    def worker_message(self, now_s: float, link: int, message: bytes) -> _Effects:
+        """A ``JoinRequest``. Raises ValueError when its stream must end for it."""
+
+    def worker_lost(self, now_s: float, link: int) -> _Effects: ...
+    def tick(self, now_s: float) -> _Effects:
+        """Time has passed."""
+
+    def next_wakeup(self) -> float | None:
+        """When to tick at the latest; None = not before something happens."""
+
+    def fleet_view(self) -> bytes:
+        """What routers are told of the fleet: a ``PlaceResponse``."""
+
+    def fleet(self, now_s: float) -> bytes:
+        """The fleet as believed: a ``GetFleetResponse``."""
+
+    def stats(self) -> str:
+        """Figures for metrics, as JSON."""
 
 @final
 class Tokenizer:

@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 from headrace import serving, tracing
 from headrace.config import SchedulerConfig, TelemetryConfig
-from headrace.scheduler.service import FULL_NAME, SchedulerService
+from headrace.scheduler.service import FULL_NAME, SchedulerService, add_to_server
 from headrace.serving import Service
 from headrace.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2
 
@@ -38,7 +38,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.service = Service("scheduler", config.address, metrics_address=config.metrics_address)
         self.servicer = SchedulerService(config, self.service.registry)
-        self.service.add(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, self.servicer, FULL_NAME)
+        self.service.add(add_to_server, self.servicer, FULL_NAME)
 
     async def start(self) -> None:
         await self.service.start()

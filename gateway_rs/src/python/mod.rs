@@ -2,6 +2,7 @@
 //! `services/headrace/_gateway.pyi` is its description, checked against the built module.
 
 mod router;
+mod scheduler;
 mod sim;
 mod text;
 mod tls;
@@ -13,6 +14,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _gateway(module: &Bound<'_, PyModule>) -> PyResult<()> {
     router::register(module)?;
+    scheduler::register(module)?;
     sim::register(module)?;
     text::register(module)?;
     tls::register(module)?;

@@ -9,9 +9,9 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("hello", "asks", "withdrawals", "releases")
+    __slots__ = ("hello", "asks", "withdrawals", "releases", "progress")
     class Ask(_message.Message):
-        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch")
+        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms")
         ASK_FIELD_NUMBER: _ClassVar[int]
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,8 @@ class PlaceRequest(_message.Message):
         SESSION_ID_FIELD_NUMBER: _ClassVar[int]
         TRACE_FIELD_NUMBER: _ClassVar[int]
         EPOCH_FIELD_NUMBER: _ClassVar[int]
+        TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+        TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
         ask: int
         request_id: str
         tenant: str
@@ -41,16 +43,27 @@ class PlaceRequest(_message.Message):
         session_id: str
         trace: _types_pb2.TraceContext
         epoch: int
-        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., **kwargs) -> None: ...
+        ttft_target_ms: int
+        tpot_target_ms: int
+        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., **kwargs) -> None: ...
+    class Progress(_message.Message):
+        __slots__ = ("lease", "output_tokens")
+        LEASE_FIELD_NUMBER: _ClassVar[int]
+        OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        lease: int
+        output_tokens: int
+        def __init__(self, lease: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ASKS_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWALS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     asks: _containers.RepeatedCompositeFieldContainer[PlaceRequest.Ask]
     withdrawals: _containers.RepeatedScalarFieldContainer[int]
     releases: _containers.RepeatedCompositeFieldContainer[Release]
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., asks: _Optional[_Iterable[_Union[PlaceRequest.Ask, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[int]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ...) -> None: ...
+    progress: _containers.RepeatedCompositeFieldContainer[PlaceRequest.Progress]
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., asks: _Optional[_Iterable[_Union[PlaceRequest.Ask, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[int]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[PlaceRequest.Progress, _Mapping]]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "running")
@@ -179,14 +192,18 @@ class JoinHello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., pool: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., startup_s: _Optional[float] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("welcome", "drain", "set_limits")
+    __slots__ = ("welcome", "drain", "set_limits", "preempt", "resume")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     SET_LIMITS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     welcome: JoinWelcome
     drain: Drain
     set_limits: SetLimits
-    def __init__(self, welcome: _Optional[_Union[JoinWelcome, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., set_limits: _Optional[_Union[SetLimits, _Mapping]] = ...) -> None: ...
+    preempt: Preempt
+    resume: Resume
+    def __init__(self, welcome: _Optional[_Union[JoinWelcome, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., set_limits: _Optional[_Union[SetLimits, _Mapping]] = ..., preempt: _Optional[_Union[Preempt, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
 
 class JoinWelcome(_message.Message):
     __slots__ = ("heartbeat_ms",)
@@ -199,6 +216,18 @@ class Drain(_message.Message):
     GRACE_MS_FIELD_NUMBER: _ClassVar[int]
     grace_ms: int
     def __init__(self, grace_ms: _Optional[int] = ...) -> None: ...
+
+class Preempt(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    def __init__(self, lease: _Optional[int] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    def __init__(self, lease: _Optional[int] = ...) -> None: ...
 
 class SetLimits(_message.Message):
     __slots__ = ("chunk_tokens", "slots")

@@ -197,7 +197,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, drawn: _Optional[_Union[Logprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[Logprob, _Mapping]]] = ...) -> None: ...
 
 class ModelDescription(_message.Message):
-    __slots__ = ("model", "engine", "engine_version", "weights_sha256", "quantization", "tokenizer_sha256", "template_sha256", "vocab_size", "context_tokens", "eos_ids", "block_tokens", "kv_blocks", "slots", "capabilities", "kv_state_tag")
+    __slots__ = ("model", "engine", "engine_version", "weights_sha256", "quantization", "tokenizer_sha256", "template_sha256", "vocab_size", "context_tokens", "eos_ids", "block_tokens", "kv_blocks", "slots", "capabilities", "kv_state_tag", "cost_table")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class ModelDescription(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     KV_STATE_TAG_FIELD_NUMBER: _ClassVar[int]
+    COST_TABLE_FIELD_NUMBER: _ClassVar[int]
     model: str
     engine: str
     engine_version: str
@@ -228,7 +229,8 @@ class ModelDescription(_message.Message):
     slots: int
     capabilities: Capabilities
     kv_state_tag: str
-    def __init__(self, model: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., quantization: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., template_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., block_tokens: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., slots: _Optional[int] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., kv_state_tag: _Optional[str] = ...) -> None: ...
+    cost_table: str
+    def __init__(self, model: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., quantization: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., template_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., block_tokens: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., slots: _Optional[int] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., kv_state_tag: _Optional[str] = ..., cost_table: _Optional[str] = ...) -> None: ...
 
 class Capabilities(_message.Message):
     __slots__ = ("guided", "logprobs", "prompt_logprobs", "lora", "kv_handoff", "batch_invariant")

@@ -15,6 +15,7 @@ use std::{
 };
 
 use rand::{rngs::SmallRng, SeedableRng};
+use serde::Deserialize;
 
 use super::{
     actions::{Action, Grant, Reason, Refusal},
@@ -45,7 +46,8 @@ const LATE_S: f64 = 0.25;
 const UNAVAILABLE_RETRY_MS: u32 = 1000;
 
 /// What the configuration sets.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Policy {
     /// Asks that wait at once.
     pub max_queued: usize,

@@ -1,0 +1,847 @@
+//! The scheduler behind its wire messages: bytes of requests in, bytes of responses out, for each stream.
+//!
+//! What decides is [`headrace_core::scheduler`]; what does I/O is `services/headrace/scheduler/service.py`. Between them
+//! this turns messages into events and actions into messages, and counts what people want to see. No clock, no sockets.
+
+use std::{
+    collections::{hash_map::Entry, BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use headrace_core::scheduler::{
+    actions::{Action, Grant, Reason, Refusal},
+    events::{
+        Ask, Books, Capabilities, Class, Description, Event, Link, Load, Outcome, RunningLease, StepReport,
+        WorkerHello, WorkerState,
+    },
+    fleet::{PoolView, Worker},
+    Core, Policy,
+};
+use prost::Message;
+use serde::Serialize;
+
+use crate::proto;
+
+/// A core and its streams.
+pub struct Scheduler {
+    core: Core,
+    /// Streams of routers that have said hello.
+    routers: BTreeSet<Link>,
+    workers: HashMap<Link, WorkerStream>,
+    /// Asks whose trace is recorded, while they are unanswered.
+    traced: BTreeSet<(Link, u64)>,
+    counts: Counts,
+    wait_buckets_s: Vec<f64>,
+    /// The fleet as routers are told, and which version of it.
+    view: Option<(u64, Vec<u8>)>,
+}
+
+/// A worker's stream that has said hello.
+struct WorkerStream {
+    name: String,
+    /// As it came, for people.
+    load: proto::Load,
+}
+
+/// What a message, or time, led to. To be carried out in this order: `spans`, `sends`, then the rest.
+#[derive(Default)]
+pub struct Effects {
+    /// Whole messages to a stream each; those to a router may be concatenated.
+    pub sends: Vec<(Link, Vec<u8>)>,
+    /// All routers are owed [`Scheduler::fleet_view`].
+    pub fleet_changed: bool,
+    /// Streams to be ended after what was sent.
+    pub ends: Vec<End>,
+    /// Asks whose trace is recorded: what began and what ended, in order.
+    pub spans: Vec<Span>,
+    /// For the log.
+    pub notes: Vec<String>,
+}
+
+/// A stream to be ended.
+pub struct End {
+    /// Which.
+    pub link: Link,
+    /// How.
+    pub status: Status,
+    /// Why, for people.
+    pub message: String,
+}
+
+/// The status that a stream ends with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Status {
+    /// The peer's mistake.
+    InvalidArgument,
+    /// This instance has joined.
+    AlreadyExists,
+    /// The scheduler's decision.
+    Unavailable,
+}
+
+/// The span of an ask, from its arrival to its answer.
+pub enum Span {
+    /// It came.
+    Began {
+        /// The router's stream.
+        link: Link,
+        /// Its number there.
+        ask: u64,
+        /// For people.
+        request_id: String,
+        /// Its class.
+        class: &'static str,
+        /// Length of its prompt.
+        prompt_tokens: u32,
+        /// The router's span.
+        traceparent: String,
+        /// And what travels with it.
+        tracestate: String,
+    },
+    /// It was granted.
+    Granted {
+        /// The router's stream.
+        link: Link,
+        /// Its number there.
+        ask: u64,
+        /// Where.
+        worker_id: String,
+        /// How long it waited.
+        queue_s: f64,
+    },
+    /// It was refused, for that reason.
+    Rejected {
+        /// The router's stream.
+        link: Link,
+        /// Its number there.
+        ask: u64,
+        /// Why.
+        reason: &'static str,
+    },
+    /// Its client left.
+    Withdrawn {
+        /// The router's stream.
+        link: Link,
+        /// Its number there.
+        ask: u64,
+    },
+}
+
+/// Counted since the start.
+#[derive(Default, Serialize)]
+struct Counts {
+    placements: [u64; 3],
+    rejections: BTreeMap<&'static str, u64>,
+    withdrawals: u64,
+    queue_wait: [Histogram; 3],
+}
+
+/// Counts of values by bucket, the last one without bound, and their sum.
+#[derive(Default, Serialize)]
+struct Histogram {
+    counts: Vec<u64>,
+    sum: f64,
+}
+
+impl Histogram {
+    fn observe(&mut self, buckets: &[f64], value: f64) {
+        self.counts.resize(buckets.len() + 1, 0);
+        let bucket = buckets.partition_point(|&bound| bound < value);
+        if let Some(count) = self.counts.get_mut(bucket) {
+            *count += 1;
+        }
+        self.sum += value;
+    }
+}
+
+impl Scheduler {
+    /// A scheduler that knows nobody; see [`Core::new`]. `wait_buckets_s`: bounds for the histogram of waits, ascending.
+    pub fn new(policy: Policy, wait_buckets_s: Vec<f64>, seed: u64, now_s: f64, first_lease: u64) -> Self {
+        Self {
+            core: Core::new(policy, seed, now_s, first_lease),
+            routers: BTreeSet::new(),
+            workers: HashMap::new(),
+            traced: BTreeSet::new(),
+            counts: Counts::default(),
+            wait_buckets_s,
+            view: None,
+        }
+    }
+
+    /// A message of a router's stream. Errors: why the stream must end, for people.
+    pub fn router_message(&mut self, now_s: f64, link: Link, message: &[u8]) -> Result<Effects, String> {
+        let message = proto::PlaceRequest::decode(message).map_err(|error| format!("not a PlaceRequest: {error}"))?;
+        let mut step = Step::new(self, now_s);
+        if !step.scheduler.routers.contains(&link) {
+            let hello = message.hello.filter(|hello| !hello.router_id.is_empty());
+            let hello = hello.ok_or("the first message must have a hello with router_id")?;
+            step.scheduler.routers.insert(link);
+            let running: Vec<_> = hello.running.into_iter().map(running_lease).collect();
+            let note = format!(
+                "router {} joins, with {} running leases",
+                hello.router_id,
+                running.len()
+            );
+            step.effects.notes.push(note);
+            let fleet = step.scheduler.fleet_view();
+            step.effects.sends.push((link, fleet));
+            step.event(Event::RouterJoined {
+                link,
+                router_id: hello.router_id.into(),
+                running,
+            });
+        }
+        for progress in message.progress {
+            step.event(Event::Progressed {
+                link,
+                lease: progress.lease,
+                output_tokens: progress.output_tokens,
+            });
+        }
+        // Releases before asks: they make room for them. Withdrawals last: one may be of an ask in this very message.
+        for release in message.releases {
+            step.event(Event::Released {
+                link,
+                lease: release.lease,
+                books: books(&release),
+            });
+        }
+        for ask in message.asks {
+            step.ask(link, ask);
+        }
+        for ask in message.withdrawals {
+            if step.scheduler.core.queue().find(link, ask).is_some() {
+                step.scheduler.counts.withdrawals += 1;
+            }
+            if step.scheduler.traced.remove(&(link, ask)) {
+                step.effects.spans.push(Span::Withdrawn { link, ask });
+            }
+            step.event(Event::Withdrawn { link, ask });
+        }
+        Ok(step.done())
+    }
+
+    /// A router's stream has ended.
+    pub fn router_lost(&mut self, now_s: f64, link: Link) -> Effects {
+        self.routers.remove(&link);
+        self.traced.retain(|(of, _)| *of != link);
+        self.one(now_s, Event::RouterLost { link })
+    }
+
+    /// A message of a worker's stream. Errors: why the stream must end, for people.
+    pub fn worker_message(&mut self, now_s: f64, link: Link, message: &[u8]) -> Result<Effects, String> {
+        let message = proto::JoinRequest::decode(message).map_err(|error| format!("not a JoinRequest: {error}"))?;
+        let mut step = Step::new(self, now_s);
+        if let Entry::Vacant(entry) = step.scheduler.workers.entry(link) {
+            let hello = message.hello.ok_or("the first message must have a hello")?;
+            let name = format!(
+                "worker {} (instance {}, pool {}, {})",
+                hello.worker_id, hello.instance_id, hello.pool, hello.address
+            );
+            let load = proto::Load::default();
+            entry.insert(WorkerStream { name, load });
+            step.event(Event::WorkerJoined {
+                link,
+                hello: Box::new(worker_hello(hello)),
+            });
+        }
+        if let Some(mut load) = message.load {
+            let steps = std::mem::take(&mut load.steps);
+            let event = Event::WorkerReported {
+                link,
+                load: Box::new(core_load(&load, &steps)),
+            };
+            if let Some(stream) = step.scheduler.workers.get_mut(&link) {
+                stream.load = load;
+            }
+            step.event(event);
+        }
+        Ok(step.done())
+    }
+
+    /// A worker's stream has ended.
+    pub fn worker_lost(&mut self, now_s: f64, link: Link) -> Effects {
+        let mut effects = self.one(now_s, Event::WorkerLost { link });
+        if let Some(stream) = self.workers.remove(&link) {
+            effects.notes.push(format!("{} is out", stream.name));
+        }
+        effects
+    }
+
+    /// Time has passed.
+    pub fn tick(&mut self, now_s: f64) -> Effects {
+        self.one(now_s, Event::Tick)
+    }
+
+    /// When to tick at the latest.
+    pub fn next_wakeup(&self) -> Option<f64> {
+        self.core.next_wakeup()
+    }
+
+    /// What routers are told of the fleet as it is now: a whole message.
+    pub fn fleet_view(&mut self) -> Vec<u8> {
+        let fleet = self.core.fleet();
+        match &self.view {
+            Some((version, bytes)) if *version == fleet.version => bytes.clone(),
+            _ => {
+                let view = proto::FleetView {
+                    pools: fleet.view().iter().map(pool_view).collect(),
+                };
+                let message = proto::PlaceResponse {
+                    fleet: Some(view),
+                    ..proto::PlaceResponse::default()
+                };
+                let bytes = message.encode_to_vec();
+                self.view = Some((fleet.version, bytes.clone()));
+                bytes
+            }
+        }
+    }
+
+    /// The fleet as believed, for people: a `GetFleetResponse`.
+    pub fn fleet(&self, now_s: f64) -> Vec<u8> {
+        let fleet = self.core.fleet();
+        let worker = |worker: &Worker| proto::get_fleet_response::Worker {
+            worker_id: worker.hello.worker_id.to_string(),
+            instance_id: worker.hello.instance_id.to_string(),
+            pool: worker.hello.pool.to_string(),
+            address: worker.hello.address.to_string(),
+            load: self.workers.get(&worker.link).map(|stream| stream.load.clone()),
+            leases: worker.held.len() as u32,
+            leased_tokens: worker.held.kv_tokens(),
+            silent_s: (now_s - worker.heard_s).max(0.0) as f32,
+        };
+        let message = proto::GetFleetResponse {
+            workers: fleet.workers.values().map(worker).collect(),
+            queued_asks: self.core.queue().len() as u32,
+            routers: self.core.routers().len() as u32,
+            leases: fleet.leases.len() as u32,
+        };
+        message.encode_to_vec()
+    }
+
+    /// Figures for metrics, as JSON.
+    pub fn stats(&self) -> String {
+        let fleet = self.core.fleet();
+        let pools = fleet.pools.values().map(|pool| {
+            let mut states: BTreeMap<_, u64> = WorkerState::ALL.iter().map(|state| (state.name(), 0)).collect();
+            let mut leases: BTreeMap<&str, usize> = BTreeMap::new();
+            for worker in pool.workers.iter().filter_map(|link| fleet.workers.get(link)) {
+                *states.entry(worker.load.state.name()).or_default() += 1;
+                *leases.entry(&worker.hello.worker_id).or_default() += worker.held.len();
+            }
+            (&*pool.name, PoolStats { states, leases })
+        });
+        let oddities = self.core.oddities();
+        let stats = Stats {
+            queued: self.core.queue().depth_by_class(),
+            leases: fleet.leases.len(),
+            routers: self.core.routers().len(),
+            pools: pools.collect(),
+            oddities: [
+                ("release_unknown", oddities.release_unknown),
+                ("release_foreign", oddities.release_foreign),
+                ("lease_collision", oddities.lease_collision),
+            ]
+            .into(),
+            counts: &self.counts,
+        };
+        serde_json::to_string(&stats).unwrap_or_default()
+    }
+
+    fn one(&mut self, now_s: f64, event: Event) -> Effects {
+        let mut step = Step::new(self, now_s);
+        step.event(event);
+        step.done()
+    }
+}
+
+#[derive(Serialize)]
+struct Stats<'a> {
+    queued: [usize; 3],
+    leases: usize,
+    routers: usize,
+    pools: BTreeMap<&'a str, PoolStats<'a>>,
+    oddities: BTreeMap<&'static str, u64>,
+    counts: &'a Counts,
+}
+
+#[derive(Serialize)]
+struct PoolStats<'a> {
+    /// Workers by state.
+    states: BTreeMap<&'static str, u64>,
+    /// Leases by worker.
+    leases: BTreeMap<&'a str, usize>,
+}
+
+/// One message on its way through the core.
+struct Step<'a> {
+    scheduler: &'a mut Scheduler,
+    now_s: f64,
+    actions: Vec<Action>,
+    /// Answers for each router, gathered.
+    answers: BTreeMap<Link, Vec<u8>>,
+    effects: Effects,
+}
+
+impl<'a> Step<'a> {
+    fn new(scheduler: &'a mut Scheduler, now_s: f64) -> Self {
+        Self {
+            scheduler,
+            now_s,
+            actions: Vec::new(),
+            answers: BTreeMap::new(),
+            effects: Effects::default(),
+        }
+    }
+
+    fn ask(&mut self, link: Link, ask: proto::place_request::Ask) {
+        let trace = ask.trace.as_ref().filter(|trace| is_sampled(&trace.traceparent));
+        if let Some(trace) = trace {
+            if self.scheduler.traced.insert((link, ask.ask)) {
+                self.effects.spans.push(Span::Began {
+                    link,
+                    ask: ask.ask,
+                    request_id: ask.request_id.clone(),
+                    class: class_of(ask.class).name(),
+                    prompt_tokens: ask.prompt_tokens,
+                    traceparent: trace.traceparent.clone(),
+                    tracestate: trace.tracestate.clone(),
+                });
+            }
+        }
+        let ask = Box::new(core_ask(self.now_s, ask));
+        self.event(Event::Asked { link, ask });
+    }
+
+    fn event(&mut self, event: Event) {
+        self.scheduler.core.step(self.now_s, event, &mut self.actions);
+        let mut actions = std::mem::take(&mut self.actions);
+        for action in actions.drain(..) {
+            self.action(action);
+        }
+        self.actions = actions;
+    }
+
+    fn action(&mut self, action: Action) {
+        match action {
+            Action::Granted(grant) => self.granted(&grant),
+            Action::Refused(refusal) => self.refused(*refusal),
+            Action::Waits {
+                link,
+                ask,
+                position,
+                estimate_ms,
+            } => {
+                let queued = proto::Queued { position, estimate_ms };
+                self.answer(link, ask, proto::placement::Answer::Queued(queued));
+            }
+            Action::FleetChanged => self.effects.fleet_changed = true,
+            Action::Welcomed { link, heartbeat_ms } => {
+                let name = self.worker_name(link);
+                self.effects.notes.push(format!("{name} joins"));
+                self.command(
+                    link,
+                    proto::join_response::Command::Welcome(proto::JoinWelcome { heartbeat_ms }),
+                );
+            }
+            Action::SetChunk { link, chunk_tokens } => {
+                let limits = proto::SetLimits {
+                    chunk_tokens: Some(chunk_tokens),
+                    slots: None,
+                };
+                self.command(link, proto::join_response::Command::SetLimits(limits));
+            }
+            Action::Preempt { link, lease } => {
+                self.command(link, proto::join_response::Command::Preempt(proto::Preempt { lease }));
+            }
+            Action::Resume { link, lease } => {
+                self.command(link, proto::join_response::Command::Resume(proto::Resume { lease }));
+            }
+            Action::JoinRefused {
+                link,
+                message,
+                already_joined,
+            } => {
+                let status = if already_joined {
+                    Status::AlreadyExists
+                } else {
+                    Status::InvalidArgument
+                };
+                self.end(link, status, message);
+            }
+            Action::WorkerDropped { link, message } => self.end(link, Status::Unavailable, message),
+            Action::RouterDropped { link, message } => self.end(link, Status::InvalidArgument, message),
+        }
+    }
+
+    fn granted(&mut self, grant: &Grant) {
+        let (link, ask, rank) = (grant.link, grant.ask, grant.class.rank());
+        let scheduler = &mut *self.scheduler;
+        scheduler.counts.placements[rank] += 1;
+        scheduler.counts.queue_wait[rank].observe(&scheduler.wait_buckets_s, grant.queue_s);
+        if scheduler.traced.remove(&(link, ask)) {
+            self.effects.spans.push(Span::Granted {
+                link,
+                ask,
+                worker_id: grant.worker_id.to_string(),
+                queue_s: grant.queue_s,
+            });
+        }
+        let answer = proto::Grant {
+            lease: grant.lease,
+            worker_id: grant.worker_id.to_string(),
+            instance_id: grant.instance_id.to_string(),
+            address: grant.address.to_string(),
+            token_allowance: grant.token_allowance,
+            queue_s: grant.queue_s as f32,
+        };
+        self.answer(link, ask, proto::placement::Answer::Grant(answer));
+    }
+
+    fn refused(&mut self, refusal: Refusal) {
+        let (link, ask, reason) = (refusal.link, refusal.ask, refusal.reason.name());
+        *self.scheduler.counts.rejections.entry(reason).or_default() += 1;
+        if self.scheduler.traced.remove(&(link, ask)) {
+            self.effects.spans.push(Span::Rejected { link, ask, reason });
+        }
+        let answer = proto::Error {
+            code: code(refusal.reason) as i32,
+            message: refusal.message,
+            retryable: refusal.retryable,
+            retry_after_ms: refusal.retry_after_ms,
+            param: String::new(),
+        };
+        self.answer(link, ask, proto::placement::Answer::Rejected(answer));
+    }
+
+    fn answer(&mut self, link: Link, ask: u64, answer: proto::placement::Answer) {
+        let placement = proto::Placement {
+            ask,
+            answer: Some(answer),
+        };
+        // A message is the concatenation of its fields.
+        prost::encoding::message::encode(1, &placement, self.answers.entry(link).or_default());
+    }
+
+    fn command(&mut self, link: Link, command: proto::join_response::Command) {
+        let message = proto::JoinResponse { command: Some(command) };
+        self.effects.sends.push((link, message.encode_to_vec()));
+    }
+
+    fn end(&mut self, link: Link, status: Status, message: String) {
+        let name = self.worker_name(link);
+        self.effects.notes.push(format!("{name}: {message}"));
+        self.effects.ends.push(End { link, status, message });
+    }
+
+    fn worker_name(&self, link: Link) -> String {
+        let stream = self.scheduler.workers.get(&link);
+        stream.map_or_else(|| format!("router stream {link}"), |stream| stream.name.clone())
+    }
+
+    fn done(mut self) -> Effects {
+        self.effects.sends.extend(self.answers);
+        self.effects
+    }
+}
+
+/// Whether a W3C traceparent says that its trace is recorded.
+fn is_sampled(traceparent: &str) -> bool {
+    let flags = traceparent
+        .split('-')
+        .nth(3)
+        .and_then(|flags| u8::from_str_radix(flags, 16).ok());
+    flags.is_some_and(|flags| flags & 1 == 1)
+}
+
+// Messages to values.
+
+fn class_of(class: i32) -> Class {
+    match proto::RequestClass::try_from(class) {
+        Ok(proto::RequestClass::Interactive) => Class::Interactive,
+        Ok(proto::RequestClass::Batch) => Class::Batch,
+        _ => Class::Standard,
+    }
+}
+
+fn texts(from: Vec<String>) -> Vec<Arc<str>> {
+    from.into_iter().map(Arc::from).collect()
+}
+
+fn seconds(ms: u32) -> f64 {
+    f64::from(ms) / 1000.0
+}
+
+fn core_ask(now_s: f64, ask: proto::place_request::Ask) -> Ask {
+    Ask {
+        number: ask.ask,
+        request_id: ask.request_id.into(),
+        tenant: ask.tenant.into(),
+        class: class_of(ask.class),
+        pools: texts(ask.pools),
+        prompt_tokens: ask.prompt_tokens,
+        block_hashes: ask.block_hashes,
+        max_tokens: ask.max_tokens,
+        choices: ask.n.max(1),
+        expected_output_tokens: ask.expected_output_tokens,
+        deadline_s: ask.time_left_ms.map(|left_ms| now_s + seconds(left_ms)),
+        ttft_target_s: ask.ttft_target_ms.map(seconds),
+        tpot_target_s: ask.tpot_target_ms.map(seconds),
+        avoid_instances: texts(ask.avoid_instances),
+        session_id: ask.session_id.into(),
+        epoch: ask.epoch,
+    }
+}
+
+fn running_lease(running: proto::router_hello::RunningLease) -> RunningLease {
+    RunningLease {
+        lease: running.lease,
+        instance_id: running.instance_id.into(),
+        request_id: running.request_id.into(),
+        tenant: running.tenant.into(),
+        prompt_tokens: running.prompt_tokens,
+        max_tokens: running.max_tokens,
+    }
+}
+
+fn books(release: &proto::Release) -> Books {
+    let usage = release.usage.unwrap_or_default();
+    Books {
+        outcome: match release.outcome() {
+            proto::Outcome::Stop | proto::Outcome::ToolCalls => Outcome::Stop,
+            proto::Outcome::Length => Outcome::Length,
+            _ => Outcome::Cut,
+        },
+        prompt_tokens: usage.prompt_tokens,
+        cached_prompt_tokens: usage.cached_prompt_tokens,
+        completion_tokens: usage.completion_tokens,
+        kv_block_s: release.kv_block_s.into(),
+        ttft_s: release.ttft_s.into(),
+        decode_s: release.decode_s.into(),
+    }
+}
+
+fn worker_hello(hello: proto::JoinHello) -> WorkerHello {
+    WorkerHello {
+        worker_id: hello.worker_id.into(),
+        instance_id: hello.instance_id.into(),
+        pool: hello.pool.into(),
+        address: hello.address.into(),
+        description: description(hello.description.unwrap_or_default()),
+        startup_s: hello.startup_s.into(),
+    }
+}
+
+fn description(from: proto::ModelDescription) -> Description {
+    let capabilities = from.capabilities.unwrap_or_default();
+    Description {
+        model: from.model.into(),
+        engine: from.engine.into(),
+        engine_version: from.engine_version.into(),
+        weights_sha256: from.weights_sha256.into(),
+        quantization: from.quantization.into(),
+        tokenizer_sha256: from.tokenizer_sha256.into(),
+        template_sha256: from.template_sha256.into(),
+        vocab_size: from.vocab_size,
+        context_tokens: from.context_tokens,
+        eos_ids: from.eos_ids,
+        block_tokens: from.block_tokens,
+        kv_blocks: from.kv_blocks,
+        slots: from.slots,
+        capabilities: Capabilities {
+            guided: texts(capabilities.guided),
+            lora: texts(capabilities.lora),
+            logprobs: capabilities.logprobs,
+            prompt_logprobs: capabilities.prompt_logprobs,
+            kv_handoff: capabilities.kv_handoff,
+            batch_invariant: capabilities.batch_invariant,
+        },
+        kv_state_tag: from.kv_state_tag.into(),
+        cost_table: from.cost_table.into(),
+    }
+}
+
+fn core_load(load: &proto::Load, steps: &[proto::StepReport]) -> Load {
+    Load {
+        state: match load.state() {
+            proto::WorkerState::Ready => WorkerState::Ready,
+            proto::WorkerState::Draining => WorkerState::Draining,
+            proto::WorkerState::Unhealthy => WorkerState::Unhealthy,
+            proto::WorkerState::Starting | proto::WorkerState::Unspecified => WorkerState::Starting,
+        },
+        waiting_requests: load.waiting_requests,
+        running_requests: load.running_requests,
+        waiting_prompt_tokens: load.waiting_prompt_tokens,
+        running_prompt_tokens: load.running_prompt_tokens,
+        context_tokens: load.context_tokens,
+        kv_blocks_total: load.kv_blocks_total,
+        kv_blocks_used: load.kv_blocks_used,
+        kv_blocks_cached: load.kv_blocks_cached,
+        slots: load.slots,
+        iteration: load.iteration,
+        steps: steps.iter().map(step_report).collect(),
+    }
+}
+
+fn step_report(step: &proto::StepReport) -> StepReport {
+    StepReport {
+        prefill_tokens: step.prefill_tokens,
+        decode_tokens: step.decode_tokens,
+        context_tokens: step.context_tokens,
+        duration_s: f64::from(step.duration_us) / 1e6,
+    }
+}
+
+// Values to messages.
+
+fn code(reason: Reason) -> proto::ErrorCode {
+    match reason {
+        Reason::InvalidArgument => proto::ErrorCode::InvalidArgument,
+        Reason::ContextLengthExceeded => proto::ErrorCode::ContextLengthExceeded,
+        Reason::Unavailable => proto::ErrorCode::Unavailable,
+        Reason::Overloaded => proto::ErrorCode::Overloaded,
+        Reason::DeadlineExceeded => proto::ErrorCode::DeadlineExceeded,
+    }
+}
+
+fn strings(from: &[Arc<str>]) -> Vec<String> {
+    from.iter().map(ToString::to_string).collect()
+}
+
+fn pool_view(view: &PoolView) -> proto::fleet_view::Pool {
+    let described = &view.description;
+    let able = &described.capabilities;
+    proto::fleet_view::Pool {
+        name: view.name.to_string(),
+        description: Some(proto::ModelDescription {
+            model: described.model.to_string(),
+            engine: described.engine.to_string(),
+            engine_version: described.engine_version.to_string(),
+            weights_sha256: described.weights_sha256.to_string(),
+            quantization: described.quantization.to_string(),
+            tokenizer_sha256: described.tokenizer_sha256.to_string(),
+            template_sha256: described.template_sha256.to_string(),
+            vocab_size: described.vocab_size,
+            context_tokens: described.context_tokens,
+            eos_ids: described.eos_ids.clone(),
+            block_tokens: described.block_tokens,
+            kv_blocks: described.kv_blocks,
+            slots: described.slots,
+            capabilities: Some(proto::Capabilities {
+                guided: strings(&able.guided),
+                logprobs: able.logprobs,
+                prompt_logprobs: able.prompt_logprobs,
+                lora: strings(&able.lora),
+                kv_handoff: able.kv_handoff,
+                batch_invariant: able.batch_invariant,
+            }),
+            kv_state_tag: described.kv_state_tag.to_string(),
+            cost_table: described.cost_table.to_string(),
+        }),
+        ready_workers: view.ready_workers as u32,
+        workers: view.workers as u32,
+        addresses: strings(&view.addresses),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn scheduler() -> Scheduler {
+        Scheduler::new(Policy::default(), vec![0.1, 1.0], 1, 0.0, 1)
+    }
+
+    fn hello() -> proto::PlaceRequest {
+        proto::PlaceRequest {
+            hello: Some(proto::RouterHello {
+                router_id: "r".into(),
+                running: Vec::new(),
+            }),
+            ..proto::PlaceRequest::default()
+        }
+    }
+
+    fn asks(numbers: std::ops::Range<u64>) -> proto::PlaceRequest {
+        let ask = |ask| proto::place_request::Ask {
+            ask,
+            pools: vec!["p".into()],
+            prompt_tokens: 5,
+            ..proto::place_request::Ask::default()
+        };
+        proto::PlaceRequest {
+            asks: numbers.map(ask).collect(),
+            ..proto::PlaceRequest::default()
+        }
+    }
+
+    fn worker(slots: u32) -> proto::JoinRequest {
+        proto::JoinRequest {
+            hello: Some(proto::JoinHello {
+                worker_id: "w".into(),
+                instance_id: "i".into(),
+                pool: "p".into(),
+                address: "w:1".into(),
+                description: Some(proto::ModelDescription {
+                    slots,
+                    ..proto::ModelDescription::default()
+                }),
+                startup_s: 0.0,
+            }),
+            load: Some(proto::Load {
+                state: proto::WorkerState::Ready as i32,
+                ..proto::Load::default()
+            }),
+        }
+    }
+
+    #[test]
+    fn the_answers_to_one_message_are_one_message() {
+        let mut scheduler = scheduler();
+        scheduler.worker_message(0.0, 1, &worker(4).encode_to_vec()).unwrap();
+        scheduler.router_message(0.0, 2, &hello().encode_to_vec()).unwrap();
+        let effects = scheduler.router_message(0.0, 2, &asks(0..8).encode_to_vec()).unwrap();
+        let [(2, bytes)] = &effects.sends[..] else {
+            unreachable!("{:?}", effects.sends);
+        };
+        let response = proto::PlaceResponse::decode(&bytes[..]).unwrap();
+        let kinds = response.placements.iter().map(|placement| match placement.answer {
+            Some(proto::placement::Answer::Grant(_)) => "grant",
+            Some(proto::placement::Answer::Queued(_)) => "queued",
+            _ => "other",
+        });
+        let expected = ["grant"; 5].into_iter().chain(["queued"; 3]);
+        assert!(kinds.eq(expected));
+    }
+
+    #[test]
+    fn what_cannot_be_understood_ends_the_stream() {
+        let mut scheduler = scheduler();
+        assert!(scheduler.router_message(0.0, 1, &asks(0..1).encode_to_vec()).is_err());
+        assert!(scheduler.router_message(0.0, 1, b"\xff").is_err());
+        assert!(scheduler.worker_message(0.0, 2, b"").is_err());
+    }
+
+    #[test]
+    fn only_recorded_traces_have_spans() {
+        for (traceparent, sampled) in [
+            ("00-11111111111111111111111111111111-2222222222222222-01", true),
+            ("00-11111111111111111111111111111111-2222222222222222-00", false),
+            ("", false),
+            ("nonsense", false),
+        ] {
+            assert_eq!(is_sampled(traceparent), sampled, "{traceparent}");
+        }
+    }
+
+    #[test]
+    fn values_are_counted_up_to_their_bounds() {
+        let mut histogram = Histogram::default();
+        for value in [0.05, 0.1, 0.5, 2.0] {
+            histogram.observe(&[0.1, 1.0], value);
+        }
+        assert_eq!(histogram.counts, [2, 1, 1]);
+    }
+}
