@@ -437,6 +437,8 @@ impl<'a> Step<'a> {
                 self.answer(link, ask, proto::placement::Answer::Queued(queued));
             }
             Action::FleetChanged => self.effects.fleet_changed = true,
+            // Nothing is lent while `Policy::credits` is off, and nothing sets it here.
+            Action::Lent { .. } | Action::News { .. } | Action::Unlent { .. } => {}
             Action::Welcomed { link, heartbeat_ms } => {
                 let name = self.worker_name(link);
                 self.effects.notes.push(format!("{name} joins"));
