@@ -9,10 +9,13 @@ Every library runs in a fresh process, the libraries take turns within a round, 
 cold   first pass over a text in a fresh process
 new    words met before, documents not: what a server meets
 200 B  one chat message of 200 bytes
-stream ids to text, one id at a time
+batch  all texts in one call, on one thread and on two
+stream ids to text, one id at a time; `decode`, 64 ids at a time, each answer of 1,000 ids
+rss    memory that the loaded vocabulary keeps
 """
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -75,18 +78,24 @@ def documents(text: str) -> list[str]:
     ]
 
 
-# --- the libraries: encode(text) -> ids, and a fresh push(id) -> text for each answer ---
+# --- the libraries: encode(text) -> ids, encode many on so many threads, a fresh push(id) -> text for each answer ---
 
 Encode = Callable[[str], list[int]]
+Batch = Callable[[list[str], int], Any]
 Stream = Callable[[], Callable[[int], Any]]
+Push = Callable[[list[int]], Any]
 
 
-def load(library: str, path: str) -> tuple[Encode, Stream]:
+def load(library: str, path: str) -> tuple[Encode, Batch, Stream, Callable[[], Push]]:
     if library == "headrace":
-        from headrace._gateway import Tokenizer
+        from headrace import Tokenizer
 
         ours = Tokenizer.from_file(path)
-        return ours.encode, lambda: ours.stream_decoder().push
+
+        def batch(texts: list[str], threads: int) -> Any:
+            return ours.encode_batch(texts, threads=threads)
+
+        return ours.encode, batch, lambda: ours.stream_decoder().push, lambda: ours.stream_decoder().push_all
     if library == "tokenizers":
         import tokenizers
         from tokenizers.decoders import DecodeStream
@@ -97,11 +106,26 @@ def load(library: str, path: str) -> tuple[Encode, Stream]:
             decoder = DecodeStream(skip_special_tokens=True)
             return lambda token_id: decoder.step(theirs, token_id)
 
-        return lambda text: theirs.encode(text, add_special_tokens=False).ids, stream
+        def batch(texts: list[str], threads: int) -> Any:
+            # The number of its threads is the process's, so one thread is one call after another.
+            if threads == 1:
+                return [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+            return [encoding.ids for encoding in theirs.encode_batch_fast(texts, add_special_tokens=False)]
+
+        encode = batch_of_one(batch)
+        return encode, batch, stream, lambda: each(stream())
     return load_tiktoken(path)
 
 
-def load_tiktoken(path: str) -> tuple[Encode, Stream]:
+def batch_of_one(batch: Batch) -> Encode:
+    return lambda text: batch([text], 1)[0]
+
+
+def each(push: Callable[[int], Any]) -> Push:
+    return lambda ids: [push(token_id) for token_id in ids]
+
+
+def load_tiktoken(path: str) -> tuple[Encode, Batch, Stream, Callable[[], Push]]:
     """The same vocabulary in tiktoken's form, where ranks are ids. Special tokens are left out."""
     import codecs
 
@@ -123,7 +147,10 @@ def load_tiktoken(path: str) -> tuple[Encode, Stream]:
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return lambda token_id: decode(encoding.decode_single_token_bytes(token_id))
 
-    return encoding.encode_ordinary, stream
+    def batch(texts: list[str], threads: int) -> Any:
+        return encoding.encode_ordinary_batch(texts, num_threads=threads)
+
+    return encoding.encode_ordinary, batch, stream, lambda: each(stream())
 
 
 def expression(file: dict[str, Any]) -> str:
@@ -145,10 +172,18 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
 def measure(library: str, path: str, size: int) -> dict[str, float]:
+    before_mb = resident_mb()
     start = time.perf_counter()
-    encode, stream = load(library, path)
+    encode, batch, stream, decoder = load(library, path)
     results = {"load_s": time.perf_counter() - start}
+    gc.collect()
+    results["rss_mb"] = resident_mb() - before_mb
     for name, text in texts(size).items():
         docs = documents(text)
         half = len(docs) // 2
@@ -163,6 +198,21 @@ def measure(library: str, path: str, size: int) -> dict[str, float]:
             push = stream()
             took = seconds(lambda ids=ids, push=push: [push(token_id) for token_id in ids])
             results["stream_mtok_s"] = len(ids) / took / 1e6
+            answers = [ids[start : start + 1000] for start in range(0, len(ids), 1000)]
+            steps = [[answer[at : at + 64] for at in range(0, len(answer), 64)] for answer in answers]
+
+            def decode_all(steps: list[list[list[int]]] = steps) -> None:
+                for answer in steps:
+                    push = decoder()
+                    for step in answer:
+                        push(step)
+
+            results["decode_mtok_s"] = len(ids) / seconds(decode_all) / 1e6
+    everything = [doc for text in texts(size).values() for doc in documents(text)]
+    megabytes_all = sum(len(doc.encode()) for doc in everything) / 1e6
+    for threads in (1, 2):
+        took = seconds(lambda threads=threads: batch(everything, threads))
+        results[f"batch_{threads}_mb_s"] = megabytes_all / took
     return results
 
 
@@ -191,7 +241,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, floa
             cell = {"value": statistics.median(values)}
             if "tokenizers" in libraries:
                 ratios = [cells[library][figure] / cells["tokenizers"][figure] for cells in rounds]
-                if figure.endswith(("_s", "_us")) and not figure.endswith(("mb_s", "mtok_s")):
+                if figure.endswith(("_s", "_us", "rss_mb")) and not figure.endswith(("mb_s", "mtok_s")):
                     ratios = [1 / ratio for ratio in ratios]
                 cell["ratio"] = statistics.median(ratios)
             summary[library][figure] = cell

@@ -1,8 +1,8 @@
 //! The hot path of headrace.
 //!
 //! The map:
-//! - [`request`] is what a request may be, [`openai`] how HTTP clients write one and read its answer, [`template`] and
-//!   [`tokenize`] make ids of it, [`detok`] and [`stops`] make text of ids, [`blocks`] names prefixes and answers,
+//! - [`request`] is what a request may be, [`openai`] how HTTP clients write one and read its answer, [`template`],
+//!   [`typed`] and [`tokenize`] make ids of it, [`detok`] and [`stops`] make text of ids, [`blocks`] names prefixes and answers,
 //!   [`schema`] says which forms of answer may be asked for. All of these are pure: values in, values out.
 //! - [`scheduler`] puts the scheduler's core (`headrace-core`) behind its wire messages.
 //! - [`plane`] alone does network: the router's data plane (axum, tonic, tokio).
@@ -22,3 +22,4 @@ pub mod schema;
 pub mod stops;
 pub mod template;
 pub mod tokenize;
+pub mod typed;

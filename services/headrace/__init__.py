@@ -6,4 +6,19 @@ come back into text for the client. The router's part is Rust (``headrace._gatew
 starts and watches it. Scheduler, cache and worker are Python around cores that know no clock, socket or task.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.tokenizer import Tokenizer
+
+__all__ = ["Tokenizer", "__version__"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Not imported before it is asked for: the extension is large, and most processes don't need it.
+    if name == "Tokenizer":
+        from headrace.tokenizer import Tokenizer
+
+        return Tokenizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -124,10 +124,12 @@ class Tokenizer:
     def encode(self, text: str, *, specials: bool = True) -> list[int]:
         """Token ids; without ``specials``, special tokens in the text are plain text."""
 
-    def encode_batch(self, texts: Sequence[str], *, specials: bool = True) -> list[list[int]]: ...
+    def encode_batch(self, texts: Sequence[str], *, specials: bool = True, threads: int = 0) -> list[list[int]]:
+        """`encode` for each text, on so many threads (0: one for each CPU)."""
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
-    def stream_decoder(self, skip_special: bool = True) -> StreamDecoder:
-        """A decoder for one answer."""
+    def stream_decoder(self, skip_special: bool = True, *, continuing: bool = False) -> StreamDecoder:
+        """A decoder for one answer; `continuing` after a prompt keeps a space at its start."""
 
     def token_bytes(self, id: int) -> bytes | None: ...
     def token_str(self, id: int) -> str | None: ...
@@ -148,6 +150,9 @@ class StreamDecoder:
     """Ids to text, one at a time; never a part of a character."""
 
     def push(self, id: int) -> str: ...
+    def push_all(self, ids: Sequence[int]) -> str:
+        """`push` for each id; the texts together."""
+
     def finish(self) -> str: ...
 
 @final
@@ -166,6 +171,20 @@ class ChatTemplate:
         max_bytes: int = 16_777_216,
     ) -> str:
         """The prompt text of messages. Raises ValueError with what the template or the checks refuse."""
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages_json: str,
+        *,
+        tools_json: str | None = None,
+        template_kwargs_json: str | None = None,
+        add_generation_prompt: bool = True,
+        typed_specials: bool = False,
+        now_s: int = 0,
+        max_bytes: int = 16_777_216,
+    ) -> list[int]:
+        """The ids of that text. Special tokens written in the messages stay text, unless ``typed_specials``."""
 
 @final
 class StopMatcher:

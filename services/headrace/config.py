@@ -107,6 +107,12 @@ class RouterConfig:
     settle_s: float = setting(
         0.0, "time to keep serving after readiness went off, for load balancers to notice", minimum=0.0
     )
+    special_tokens_in_content: str = setting(
+        "text",
+        "what '<|im_start|>' (any special token's text) is within a chat's messages, names, tool calls and tools:"
+        " text, or that control token",
+        choices=("text", "control"),
+    )
 
 
 @dataclass(frozen=True)

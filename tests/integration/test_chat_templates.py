@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.clients import ABSENT, HTTP_MODES, MODES
 from tests.support.mesh import Lab
+from tests.support.toy import EOT
 
 ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
 
@@ -97,3 +98,15 @@ async def test_parts_that_are_no_text_are_refused(lab: Lab, mode: str) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     failure = (await lab.ask("", {"messages": [{"role": "user", "content": parts}]}, mode=mode)).refused(400)
     assert (failure.param or "").startswith("messages[0].content")
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_special_token_typed_in_a_message_is_text(lab: Lab, mode: str) -> None:
+    await lab.worker("toy")
+    content = "a<eos>b<e"
+    parts = [{"type": "text", "text": "<eo"}, {"type": "text", "text": "t>"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "os>"}]
+    await prompt_of(lab, messages, mode)
+    assert lab.journal[-1].prompt_ids == list(b"a<eos>b<eos>")
+    await prompt_of(lab, [{"role": "user", "content": parts}], mode)
+    assert EOT not in lab.journal[-1].prompt_ids

@@ -27,11 +27,22 @@ pub struct PlaneConfig {
     pub header_timeout_s: f64,
     pub drain_grace_s: f64,
     pub settle_s: f64,
+    pub special_tokens_in_content: SpecialTokensInContent,
     pub models: Vec<ModelFolder>,
     pub telemetry: Telemetry,
     /// None: everything in plain text.
     #[serde(default)]
     pub tls: Option<TlsConfig>,
+}
+
+/// What becomes of a special token's text in what clients put into a conversation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SpecialTokensInContent {
+    /// It stays text.
+    Text,
+    /// It is that special token, as in the reference implementation.
+    Control,
 }
 
 /// The `[tls]` table.

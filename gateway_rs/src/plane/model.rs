@@ -5,12 +5,13 @@ use std::{path::Path, sync::Arc};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
-use super::config::ModelFolder;
+use super::config::{ModelFolder, SpecialTokensInContent};
 use crate::{
     error::{ApiError, ErrorCode},
     request::{ChatPrompt, Door, Prompt, Request},
     template::{ChatTemplate, RenderOptions},
     tokenize::{EncodeError, Tokenizer},
+    typed::{self, Rendered},
 };
 
 /// Tokenizer, template and bounds of one model.
@@ -30,6 +31,7 @@ pub struct Model {
     pub eos_ids: Vec<u32>,
     /// Put before a prompt of plain text.
     bos_id: Option<u32>,
+    special_tokens_in_content: SpecialTokensInContent,
 }
 
 /// `model.json` of a prepared folder.
@@ -48,7 +50,7 @@ struct Description {
 
 impl Model {
     /// Reads a prepared folder; the error says which file and why.
-    pub fn load(config: &ModelFolder) -> Result<Self, String> {
+    pub fn load(config: &ModelFolder, special_tokens_in_content: SpecialTokensInContent) -> Result<Self, String> {
         let read = |name: &str| -> Result<String, String> {
             let path = config.folder.join(name);
             std::fs::read_to_string(&path)
@@ -89,6 +91,7 @@ impl Model {
                 .then(|| tokenizer.token_to_id(&description.bos_token))
                 .flatten(),
             tokenizer: Arc::new(tokenizer),
+            special_tokens_in_content,
         })
     }
 
@@ -129,14 +132,16 @@ impl Model {
                 Ok(ids)
             }
             Prompt::Chat(chat) => {
-                let text = self.render(chat, max_tokens, param).map_err(Refused::Other)?;
-                Ok(self.tokenizer.encode_bounded(&text, max_tokens as usize)?)
+                let Rendered { text, typed } = self.render(chat, max_tokens, param).map_err(Refused::Other)?;
+                Ok(self
+                    .tokenizer
+                    .encode_typed_bounded(&text, &typed, max_tokens as usize)?)
             }
         }
     }
 
     /// A conversation as the model's own template writes it; `param` is what the client calls its messages.
-    fn render(&self, chat: &ChatPrompt, context_tokens: u32, param: &str) -> Result<String, ApiError> {
+    fn render(&self, chat: &ChatPrompt, context_tokens: u32, param: &str) -> Result<Rendered, ApiError> {
         let Some(template) = &self.template else {
             let message = format!(
                 "model '{}' has no chat template; give a prompt of text or ids",
@@ -149,7 +154,13 @@ impl Model {
             max_bytes: (context_tokens as usize).saturating_mul(self.tokenizer.pieces().longest().max(1)),
             param,
         };
-        template.render(chat, &options)
+        match self.special_tokens_in_content {
+            SpecialTokensInContent::Text => typed::render(template, chat, &options, self.tokenizer.special_texts()),
+            SpecialTokensInContent::Control => Ok(Rendered {
+                text: template.render(chat, &options)?,
+                typed: Vec::new(),
+            }),
+        }
     }
 }
 

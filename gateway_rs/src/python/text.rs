@@ -10,9 +10,12 @@ use serde_json::{Map, Value};
 
 use crate::blocks::{self, Seed};
 use crate::openai::chat;
-use crate::request::Prompt;
+use crate::request::{ChatPrompt, Prompt};
 use crate::stops::{self, StopSet};
 use crate::template::{self, RenderOptions};
+use crate::typed;
+
+use super::tokenizer::PyTokenizer;
 
 /// Adds this file's classes and functions to the extension module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -49,24 +52,71 @@ impl ChatTemplate {
         max_bytes: usize,
     ) -> PyResult<String> {
         py.detach(|| {
-            let fields = [
-                ("messages", Some(messages_json)),
-                ("tools", tools_json),
-                ("chat_template_kwargs", template_kwargs_json),
-            ];
-            let body = chat_body(&fields, add_generation_prompt)?;
+            let chat = chat_prompt(messages_json, tools_json, template_kwargs_json, add_generation_prompt)?;
             let options = RenderOptions {
                 now_s,
                 max_bytes,
                 param: "messages",
             };
-            let draft = chat::parse(&body).map_err(|error| error.to_string())?;
-            match draft.prompts.first() {
-                Some(Prompt::Chat(chat)) => self.0.render(chat, &options).map_err(|error| error.to_string()),
-                _ => Err("there are no messages".to_owned()),
-            }
+            self.0.render(&chat, &options).map_err(|error| error.to_string())
         })
         .map_err(PyValueError::new_err)
+    }
+
+    /// The ids of that prompt text. What the messages hold of special tokens' texts is text, unless `typed_specials`.
+    #[pyo3(signature = (tokenizer, messages_json, *, tools_json = None, template_kwargs_json = None, add_generation_prompt = true, typed_specials = false, now_s = 0, max_bytes = 16_777_216))]
+    #[allow(clippy::too_many_arguments)] // Named by the caller.
+    fn encode(
+        &self,
+        py: Python<'_>,
+        tokenizer: &PyTokenizer,
+        messages_json: &str,
+        tools_json: Option<&str>,
+        template_kwargs_json: Option<&str>,
+        add_generation_prompt: bool,
+        typed_specials: bool,
+        now_s: i64,
+        max_bytes: usize,
+    ) -> PyResult<Vec<u32>> {
+        py.detach(|| {
+            let chat = chat_prompt(messages_json, tools_json, template_kwargs_json, add_generation_prompt)?;
+            let options = RenderOptions {
+                now_s,
+                max_bytes,
+                param: "messages",
+            };
+            let tokenizer = &tokenizer.inner;
+            if typed_specials {
+                let text = self.0.render(&chat, &options).map_err(|error| error.to_string())?;
+                return Ok(tokenizer.encode(&text));
+            }
+            let rendered = typed::render(&self.0, &chat, &options, tokenizer.special_texts());
+            let rendered = rendered.map_err(|error| error.to_string())?;
+            tokenizer
+                .encode_typed_bounded(&rendered.text, &rendered.typed, usize::MAX)
+                .map_err(|error| error.to_string())
+        })
+        .map_err(PyValueError::new_err)
+    }
+}
+
+/// The conversation of these fields, with the checks and the normal form of the router.
+fn chat_prompt(
+    messages_json: &str,
+    tools_json: Option<&str>,
+    template_kwargs_json: Option<&str>,
+    add_generation_prompt: bool,
+) -> Result<ChatPrompt, String> {
+    let fields = [
+        ("messages", Some(messages_json)),
+        ("tools", tools_json),
+        ("chat_template_kwargs", template_kwargs_json),
+    ];
+    let body = chat_body(&fields, add_generation_prompt)?;
+    let draft = chat::parse(&body).map_err(|error| error.to_string())?;
+    match draft.prompts.into_iter().next() {
+        Some(Prompt::Chat(chat)) => Ok(chat),
+        _ => Err("there are no messages".to_owned()),
     }
 }
 

@@ -2,10 +2,12 @@
 //! lock is released while it runs.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyBytes;
 
 use crate::detok::StreamDecoder;
@@ -30,8 +32,8 @@ fn to_python(error: TokenizerError) -> PyErr {
 
 /// One model's tokenizer: text to ids and back, with the ids of Hugging Face `tokenizers`.
 #[pyclass(name = "Tokenizer", module = "headrace._gateway", frozen)]
-struct PyTokenizer {
-    inner: Arc<Tokenizer>,
+pub(super) struct PyTokenizer {
+    pub(super) inner: Arc<Tokenizer>,
 }
 
 #[pymethods]
@@ -65,17 +67,22 @@ impl PyTokenizer {
         })
     }
 
-    /// `encode` for each text, one after another on the calling thread.
-    #[pyo3(signature = (texts, *, specials = true))]
-    fn encode_batch(&self, py: Python<'_>, texts: Vec<String>, specials: bool) -> Vec<Vec<u32>> {
-        let encode = |text: &String| {
+    /// `encode` for each text, on so many threads (0: one for each CPU); texts are taken by whoever is free.
+    #[pyo3(signature = (texts, *, specials = true, threads = 0))]
+    #[allow(clippy::needless_pass_by_value)] // PyO3 extracts owned values.
+    fn encode_batch(&self, py: Python<'_>, texts: Vec<PyBackedStr>, specials: bool, threads: usize) -> Vec<Vec<u32>> {
+        let encode = |text: &str| {
             if specials {
                 self.inner.encode(text)
             } else {
                 self.inner.encode_plain(text)
             }
         };
-        py.detach(|| texts.iter().map(encode).collect())
+        py.detach(|| {
+            let cpus = || std::thread::available_parallelism().map_or(1, usize::from);
+            let threads = if threads == 0 { cpus() } else { threads.min(MAX_THREADS) };
+            in_parallel(&texts, threads, |text| encode(text))
+        })
     }
 
     /// The text of `ids`. Bytes that aren't UTF-8 give U+FFFD; ids the vocabulary lacks have no text.
@@ -84,11 +91,12 @@ impl PyTokenizer {
         py.detach(|| self.inner.decode(&ids, skip_special))
     }
 
-    /// A decoder for one answer, an id at a time.
-    #[pyo3(signature = (skip_special = true))]
-    fn stream_decoder(&self, skip_special: bool) -> PyStreamDecoder {
+    /// A decoder for one answer, an id at a time. `continuing`: after a prompt, so that a space at its start stays.
+    #[pyo3(signature = (skip_special = true, *, continuing = false))]
+    fn stream_decoder(&self, skip_special: bool, continuing: bool) -> PyStreamDecoder {
+        let decoder = StreamDecoder::new(&self.inner, skip_special);
         PyStreamDecoder {
-            inner: StreamDecoder::new(&self.inner, skip_special),
+            inner: if continuing { decoder.continuing() } else { decoder },
         }
     }
 
@@ -139,6 +147,41 @@ impl PyTokenizer {
     }
 }
 
+/// More threads than this never help, and each costs memory.
+const MAX_THREADS: usize = 256;
+
+/// `work` on each item, in order, by at most so many threads.
+fn in_parallel<T: Sync, R: Send>(items: &[T], threads: usize, work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let threads = threads.min(items.len());
+    if threads <= 1 {
+        return items.iter().map(work).collect();
+    }
+    let next = AtomicUsize::new(0);
+    let take = || {
+        let mut done = Vec::new();
+        while let Some((index, item)) = {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            items.get(index).map(|item| (index, item))
+        } {
+            done.push((index, work(item)));
+        }
+        done
+    };
+    let mut results: Vec<(usize, R)> = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(take)).collect();
+        let mut results = take();
+        for other in others {
+            match other.join() {
+                Ok(done) => results.extend(done),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        results
+    });
+    results.sort_unstable_by_key(|(index, _)| *index);
+    results.into_iter().map(|(_, result)| result).collect()
+}
+
 /// The text of one answer in the making.
 #[pyclass(name = "StreamDecoder", module = "headrace._gateway")]
 struct PyStreamDecoder {
@@ -147,6 +190,14 @@ struct PyStreamDecoder {
 
 #[pymethods]
 impl PyStreamDecoder {
+    /// The text that `ids` complete, one after another.
+    #[allow(clippy::needless_pass_by_value)] // PyO3 extracts owned values.
+    fn push_all(&mut self, ids: Vec<u32>) -> String {
+        let mut out = String::new();
+        ids.iter().for_each(|id| self.inner.push(*id, &mut out));
+        out
+    }
+
     /// The text that `id` completes, often the empty string within a character.
     fn push(&mut self, id: u32) -> String {
         let mut out = String::new();

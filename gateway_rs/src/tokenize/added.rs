@@ -1,9 +1,10 @@
 //! Added tokens (`<|im_start|>`): found in the text before anything else, each stretch between them a text of its own.
 
-use aho_corasick::{AhoCorasick, MatchKind};
+use aho_corasick::{AhoCorasick, Input, MatchKind};
 use regex::Regex;
 
 use super::reference::Reference;
+use super::specials::Specials;
 use super::units::MARK;
 
 /// A stretch of the text.
@@ -32,6 +33,8 @@ struct AddedToken {
     single_word: bool,
     strips_left: bool,
     strips_right: bool,
+    /// A special token whose text, where it isn't looked for, merging makes into it all the same.
+    made_by_merging: bool,
 }
 
 impl AddedTokens {
@@ -75,12 +78,19 @@ impl AddedTokens {
             .map_err(|error| format!("added tokens: {error}"))?;
         let tokens: Vec<AddedToken> = added
             .into_iter()
-            .map(|(id, token)| AddedToken {
-                id,
-                special: reference.is_special(&token.content),
-                single_word: token.single_word,
-                strips_left: token.lstrip,
-                strips_right: token.rstrip,
+            .map(|(id, token)| {
+                let special = reference.is_special(&token.content);
+                // By itself, and after what may or may not be merged with it.
+                let as_text = ["", "a", " ", "\u{10FFFF}"].map(|before| format!("{before}{}", token.content));
+                let made = |text: &String| reference.encode(text, false).is_ok_and(|ids| ids.contains(&id));
+                AddedToken {
+                    id,
+                    special,
+                    single_word: token.single_word,
+                    strips_left: token.lstrip,
+                    strips_right: token.rstrip,
+                    made_by_merging: special && as_text.iter().any(made),
+                }
             })
             .collect();
         let all_special = tokens.iter().all(|token| token.special);
@@ -93,23 +103,43 @@ impl AddedTokens {
         }))
     }
 
-    /// Calls `part` for each stretch of `text`, in order, until it returns false. Without `specials`, special tokens
+    /// Calls `part` for each stretch of `text`, in order, until it returns false. Special tokens that `specials` refuses
     /// are text. Returns whether it went through.
-    pub(crate) fn split<'a>(&self, text: &'a str, specials: bool, mut part: impl FnMut(Part<'a>) -> bool) -> bool {
-        if self.all_special && !specials {
+    pub(crate) fn split<'a>(
+        &self,
+        text: &'a str,
+        specials: Specials<'_>,
+        mut part: impl FnMut(Part<'a>) -> bool,
+    ) -> bool {
+        if self.all_special && matches!(specials, Specials::Nowhere) {
             return part(Part::Text { start: 0, text });
         }
         let stretch = |start: usize, end: usize| Part::Text {
             start,
             text: &text[start..end],
         };
-        let mut done = 0;
-        for found in self.automaton.find_iter(text) {
+        let (mut done, mut at) = (0, 0);
+        while let Some(found) = self.automaton.find(Input::new(text).range(at..)) {
+            at = found.end();
             let Some(token) = self.tokens.get(found.pattern().as_usize()) else {
                 continue;
             };
+            let range = found.range();
+            if let Some(whence) = token.special.then(|| specials.refuses(&range)).flatten() {
+                at = whence;
+                if token.made_by_merging && matches!(specials, Specials::Outside(_)) {
+                    // Two texts, so that it isn't.
+                    let within = range.start + text[range.start..].chars().next().map_or(1, char::len_utf8);
+                    if !part(stretch(done, within)) {
+                        return false;
+                    }
+                    done = within;
+                    at = at.max(within);
+                }
+                continue;
+            }
             // A rejected match isn't text to search again: the search goes on after it, as in the reference.
-            if token.special && !specials || token.single_word && !self.stands_alone(text, found.span().range()) {
+            if token.single_word && !self.stands_alone(text, range) {
                 continue;
             }
             let (mut start, mut end) = (found.start(), found.end());

@@ -1,6 +1,7 @@
 //! Our own encoder: added tokens, normalisation, pieces, merges, in this order and without intermediate strings.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use parking_lot::Mutex;
 use tokenizers::normalizers::unicode::NFC;
@@ -9,7 +10,8 @@ use tokenizers::{NormalizedString, Normalizer};
 use super::added::{AddedTokens, Part};
 use super::bpe::{Bpe, Scratch};
 use super::scan::Pattern;
-use super::units::{spaced, Prefix, Units};
+use super::specials::Specials;
+use super::units::{spaced, spaced_ranges, Prefix, Units};
 
 /// A BPE model that [`super::load`] has understood completely.
 pub(crate) struct FastEncoder {
@@ -47,7 +49,7 @@ struct Encoding<'a> {
     scratch: &'a mut Scratch,
     ids: &'a mut Vec<u32>,
     limit: usize,
-    specials: bool,
+    specials: Specials<'a>,
 }
 
 impl Encoding<'_> {
@@ -70,7 +72,7 @@ impl FastEncoder {
     }
 
     /// Appends the ids of `text`. Stops with false soon after `ids` holds more than `limit`.
-    pub(crate) fn encode(&self, text: &str, specials: bool, limit: usize, ids: &mut Vec<u32>) -> bool {
+    pub(crate) fn encode(&self, text: &str, specials: Specials<'_>, limit: usize, ids: &mut Vec<u32>) -> bool {
         // The lock is held for a push or a pop, never while encoding.
         let mut scratch = self.scratches.lock().pop().unwrap_or_default();
         let within = self.encode_text(
@@ -92,28 +94,52 @@ impl FastEncoder {
 
     fn encode_text(&self, text: &str, to: &mut Encoding<'_>) -> bool {
         let Some(added) = &self.added else {
-            return self.encode_written(text, true, to);
+            return self.encode_written(text, 0, to);
         };
         added.split(text, to.specials, |part| match part {
-            Part::Text { start, text } => self.encode_written(text, start == 0, to),
+            Part::Text { start, text } => self.encode_written(text, start, to),
             Part::Token(id) => to.push(id),
         })
     }
 
-    /// A stretch between the added tokens that are looked for in the text as written; the `first` begins the text.
-    fn encode_written(&self, text: &str, first: bool, to: &mut Encoding<'_>) -> bool {
+    /// A stretch between the added tokens that are looked for in the text as written, and where it begins.
+    fn encode_written(&self, written: &str, start: usize, to: &mut Encoding<'_>) -> bool {
         let text = match self.form {
-            Form::AsWritten => Cow::Borrowed(text),
-            Form::Nfc => nfc(text),
-            Form::Spaced { prefix } => spaced(text, prefix && !text.is_empty()),
+            Form::AsWritten => Cow::Borrowed(written),
+            Form::Nfc => nfc(written),
+            Form::Spaced { prefix } => spaced(written, prefix && !written.is_empty()),
         };
+        let first = start == 0;
         let Some(added) = &self.added_normalized else {
             return self.encode_stretch(&text, first, to);
         };
-        added.split(&text, to.specials, |part| match part {
+        let typed;
+        let specials = match to.specials {
+            Specials::Outside(ranges) => {
+                typed = self.normalized_ranges(ranges, written, start, &text);
+                Specials::Outside(&typed)
+            }
+            anywhere_or_nowhere => anywhere_or_nowhere,
+        };
+        added.split(&text, specials, |part| match part {
             Part::Text { start, text } => self.encode_stretch(text, first && start == 0, to),
             Part::Token(id) => to.push(id),
         })
+    }
+
+    /// The `ranges` of a whole text within the normalized form `text` of a stretch that was `written` from `start` on.
+    fn normalized_ranges(&self, ranges: &[Range<usize>], written: &str, start: usize, text: &str) -> Vec<Range<usize>> {
+        let within = start..start + written.len();
+        let ranges = ranges
+            .iter()
+            .filter(|range| range.start < within.end && range.end > within.start)
+            .map(|range| range.start.saturating_sub(start)..range.end.min(within.end) - start);
+        match self.form {
+            Form::Spaced { prefix } => spaced_ranges(ranges, written, prefix && !written.is_empty()),
+            // What became of which character isn't known.
+            Form::Nfc if written != text => ranges.take(1).map(|_| 0..text.len()).collect(),
+            Form::AsWritten | Form::Nfc => ranges.collect(),
+        }
     }
 
     /// A stretch between all added tokens, normalized.

@@ -22,12 +22,14 @@ mod reference;
 mod scan;
 #[cfg(test)]
 mod sentencepiece_tests;
+pub mod specials;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod units;
 #[cfg(test)]
 mod work;
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -35,8 +37,10 @@ use sha2::{Digest, Sha256};
 
 use self::fast::FastEncoder;
 use crate::detok::StreamDecoder;
+use added::{AddedTokens, Part};
 use pieces::{ByteAlphabet, PieceEntry, TokenTable};
 use reference::Reference;
+use specials::{SpecialTexts, Specials};
 
 /// Why a `tokenizer.json` was not loaded.
 #[derive(Debug, thiserror::Error)]
@@ -79,13 +83,15 @@ pub struct Tokenizer {
     decoder: Decoder,
     pieces: Arc<TokenTable>,
     spellings: Spellings,
+    special_texts: SpecialTexts,
     hash: String,
     plan: String,
 }
 
 enum Encoder {
     Fast(Box<FastEncoder>),
-    Reference(Arc<Reference>),
+    /// With the added tokens, for texts of which only a part may hold special ones.
+    Reference(Arc<Reference>, Option<AddedTokens>),
 }
 
 enum Decoder {
@@ -131,12 +137,22 @@ impl Tokenizer {
                 Some(text) => Err(format!("load check failed on {text:?}")),
             }
         });
+        let special_texts = SpecialTexts::new(
+            reference
+                .added_tokens()
+                .into_iter()
+                .filter(|(_, token)| reference.is_special(&token.content))
+                .map(|(_, token)| token.content),
+        );
         let (encoder, plan) = match checked {
             Ok(encoder) => {
                 let plan = format!("fast:{}", encoder.name());
                 (Encoder::Fast(Box::new(encoder)), plan)
             }
-            Err(reason) => (Encoder::Reference(reference), format!("reference:{reason}")),
+            Err(reason) => {
+                let (added, _) = AddedTokens::of(&reference, false).map_err(TokenizerError::Vocabulary)?;
+                (Encoder::Reference(reference, added), format!("reference:{reason}"))
+            }
         };
         let hash = format!("{:x}", Sha256::digest(json));
         Ok(Self {
@@ -144,6 +160,7 @@ impl Tokenizer {
             decoder,
             pieces,
             spellings,
+            special_texts,
             hash,
             plan,
         })
@@ -162,20 +179,17 @@ impl Tokenizer {
     /// are still recognised.
     #[must_use]
     pub fn encode_plain(&self, text: &str) -> Vec<u32> {
-        let mut ids = Vec::new();
-        self.encode_plain_into(text, &mut ids);
+        let (whole, mut ids) = (0..text.len(), Vec::new());
+        let typed = Specials::Outside(std::slice::from_ref(&whole));
+        // As in `encode_into`.
+        let _ = self.append(text, typed, usize::MAX, &mut ids);
         ids
     }
 
     /// [`Tokenizer::encode`], appending to `ids`.
     pub fn encode_into(&self, text: &str, ids: &mut Vec<u32>) {
         // See `EncodeError::Failed`; without a token limit nothing else can go wrong.
-        let _ = self.append(text, true, usize::MAX, ids);
-    }
-
-    /// [`Tokenizer::encode_plain`], appending to `ids`.
-    pub fn encode_plain_into(&self, text: &str, ids: &mut Vec<u32>) {
-        let _ = self.append(text, false, usize::MAX, ids);
+        let _ = self.append(text, Specials::Anywhere, usize::MAX, ids);
     }
 
     /// [`Tokenizer::encode`], refusing texts of more than `max_tokens` tokens: those whose bytes can't fit before any
@@ -184,23 +198,38 @@ impl Tokenizer {
     /// # Errors
     /// [`EncodeError::TooLong`], [`EncodeError::Failed`].
     pub fn encode_bounded(&self, text: &str, max_tokens: usize) -> Result<Vec<u32>, EncodeError> {
-        let mut ids = Vec::new();
-        self.append(text, true, max_tokens, &mut ids)?;
-        Ok(ids)
+        self.encode_typed_bounded(text, &[], max_tokens)
     }
 
-    /// [`Tokenizer::encode_plain`] under the limit of [`Tokenizer::encode_bounded`].
+    /// [`Tokenizer::encode_bounded`] for a text of which some ranges of bytes, in order, were typed by a user: what is
+    /// written like a special token and touches one of them is text. Everything else has the ids that it has elsewhere.
     ///
     /// # Errors
     /// [`EncodeError::TooLong`], [`EncodeError::Failed`].
-    pub fn encode_plain_bounded(&self, text: &str, max_tokens: usize) -> Result<Vec<u32>, EncodeError> {
+    pub fn encode_typed_bounded(
+        &self,
+        text: &str,
+        typed: &[Range<usize>],
+        max_tokens: usize,
+    ) -> Result<Vec<u32>, EncodeError> {
+        let specials = if typed.is_empty() {
+            Specials::Anywhere
+        } else {
+            Specials::Outside(typed)
+        };
         let mut ids = Vec::new();
-        self.append(text, false, max_tokens, &mut ids)?;
+        self.append(text, specials, max_tokens, &mut ids)?;
         Ok(ids)
     }
 
     /// Appends the ids of `text`; `max_tokens` counts these alone, not what `ids` held before.
-    fn append(&self, text: &str, specials: bool, max_tokens: usize, ids: &mut Vec<u32>) -> Result<(), EncodeError> {
+    fn append(
+        &self,
+        text: &str,
+        specials: Specials<'_>,
+        max_tokens: usize,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), EncodeError> {
         // No token is longer, so a text over the product has more tokens. (Text that vanishes, as white space eaten by a
         // stripping added token, counts here all the same: the bound is what protects the process.)
         let longest = self.pieces.longest().max(1);
@@ -217,8 +246,25 @@ impl Tokenizer {
             Encoder::Fast(encoder) => {
                 encoder.encode(text, specials, before.saturating_add(max_tokens), ids);
             }
-            Encoder::Reference(reference) => {
-                ids.extend(reference.encode(text, specials).map_err(EncodeError::Failed)?);
+            Encoder::Reference(reference, added) => {
+                let encode = |text: &str, specials| reference.encode(text, specials).map_err(EncodeError::Failed);
+                match (specials, added) {
+                    (Specials::Anywhere, _) => ids.extend(encode(text, true)?),
+                    (Specials::Nowhere, _) | (_, None) => ids.extend(encode(text, false)?),
+                    (Specials::Outside(_), Some(added)) => {
+                        let mut parts = Vec::new();
+                        added.split(text, specials, |part| {
+                            parts.push(part);
+                            true
+                        });
+                        for part in parts {
+                            match part {
+                                Part::Text { text, .. } => ids.extend(encode(text, false)?),
+                                Part::Token(id) => ids.push(id),
+                            }
+                        }
+                    }
+                }
             }
         }
         let count = ids.len() - before;
@@ -273,6 +319,12 @@ impl Tokenizer {
     #[must_use]
     pub fn is_special(&self, id: u32) -> bool {
         self.pieces.is_special(id)
+    }
+
+    /// The texts of the special tokens.
+    #[must_use]
+    pub fn special_texts(&self) -> &SpecialTexts {
+        &self.special_texts
     }
 
     /// One more than the largest id. Ids may be sparse: [`Tokenizer::token_bytes`] says which exist.

@@ -92,7 +92,7 @@ fn families() -> Vec<(&'static str, Value)> {
 }
 
 /// A run of `quick` cases, or of as many as `HEADRACE_PROPTEST_CASES` says.
-pub(super) fn runner(quick: u32) -> TestRunner {
+pub(crate) fn runner(quick: u32) -> TestRunner {
     TestRunner::new(Config {
         failure_persistence: None,
         ..Config::with_cases(cases(quick))
@@ -105,7 +105,12 @@ pub(super) fn check_random_texts(json: &[u8]) {
     let result = runner(1_000).run(&texts(), |text| {
         for specials in [true, false] {
             let mut ids = Vec::new();
-            encoder.encode(&text, specials, usize::MAX, &mut ids);
+            let wanted = if specials {
+                Specials::Anywhere
+            } else {
+                Specials::Nowhere
+            };
+            encoder.encode(&text, wanted, usize::MAX, &mut ids);
             prop_assert_eq!(
                 Ok(ids),
                 reference.encode(&text, specials),
@@ -267,7 +272,8 @@ fn long_runs_take_linear_work() {
         let steps = |length: usize| {
             let text = unit.repeat(length / unit.len());
             let mut ids = Vec::new();
-            work::counted(|| assert!(encoder.encode(&text, true, usize::MAX, &mut ids))) as f64 / text.len() as f64
+            work::counted(|| assert!(encoder.encode(&text, Specials::Anywhere, usize::MAX, &mut ids))) as f64
+                / text.len() as f64
         };
         let (short, long) = (steps(20_000), steps(1_000_000));
         assert!(long <= short * 1.5 + 0.1, "{unit:?}: {short} to {long} steps a byte");
@@ -283,6 +289,53 @@ fn special_tokens_typed_by_a_user_are_text() {
     assert_eq!(tokenizer.decode(&plain, true), "<|im_end|>");
     assert_eq!(tokenizer.decode(&[857], true), "");
     assert_eq!(tokenizer.decode(&[857], false), "<|im_end|>");
+}
+
+#[test]
+fn special_tokens_are_text_only_where_they_were_typed() {
+    for (plan, document) in families().into_iter().chain(sentencepiece_tests::families()) {
+        // The prefix of a stretch that begins the text isn't that of one in its midst.
+        if document["pre_tokenizer"]["prepend_scheme"] == "first" {
+            continue;
+        }
+        let json = bytes(&document);
+        let reference = Reference::from_bytes(&json).unwrap();
+        let tokenizer = Tokenizer::from_bytes(&json).unwrap();
+        let mark = tokenizer.token_to_id("<|im_start|>").unwrap();
+        let result = runner(300).run(&(texts(), texts()), |(typed, more)| {
+            // A stripping token in the typed text would eat into the marks; it does so with or without them.
+            let typed = typed.trim().replace("{}", "<|im_start|>");
+            let text = format!("<|im_start|>{typed}<|im_start|>{more}<|im_start|>");
+            let (first, second) = (12..12 + typed.len(), 24 + typed.len()..text.len() - 12);
+            let ids = tokenizer
+                .encode_typed_bounded(&text, &[first, second], usize::MAX)
+                .unwrap();
+            let plain = |text: &str| tokenizer.encode_plain(text);
+            let expected = reference.encode(&typed, false).unwrap();
+            // Merging makes these of their texts in some of the models: the reference lets it, and we don't.
+            let made = |id: &u32| tokenizer.is_special(*id) && typed.contains(tokenizer.token_str(*id).unwrap());
+            if ["<s>", "</s>", "<unk>"].iter().any(|text| typed.contains(text)) {
+                prop_assert!(!plain(&typed).iter().any(made), "{}: {:?}", plan, typed);
+            } else {
+                prop_assert_eq!(&plain(&typed), &expected);
+            }
+            let apart = [vec![mark], plain(&typed), vec![mark], plain(&more), vec![mark]].concat();
+            prop_assert_eq!(ids, apart, "{}: {:?}", plan, text);
+            Ok(())
+        });
+        assert!(result.is_ok(), "{}", result.unwrap_err());
+    }
+}
+
+#[test]
+fn a_special_token_that_merging_makes_of_its_text_is_none_where_it_was_typed() {
+    let mut document = sentencepiece_tests::families().remove(8).1;
+    // Taken whole: a piece that is just this text.
+    document["normalizer"] = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    let tokenizer = Tokenizer::from_bytes(&bytes(&document)).unwrap();
+    assert_eq!(tokenizer.encode("</s>"), [2]);
+    assert!(!tokenizer.encode_plain("</s>").contains(&2));
+    assert!(!tokenizer.encode_plain("a</s>").contains(&2));
 }
 
 #[test]

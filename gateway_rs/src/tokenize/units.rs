@@ -9,6 +9,7 @@
 //! be copied. In the reference's form no space is left, so the two forms stand for each other one to one.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use ahash::AHashMap;
 
@@ -194,4 +195,19 @@ pub(crate) fn spaced(text: &str, prefix: bool) -> Cow<'_, str> {
         spaced.push_str(text);
     }
     Cow::Owned(spaced)
+}
+
+/// Where ranges of bytes of a text are in its spaced form, in which each character is one character, maybe after a prefix.
+pub(crate) fn spaced_ranges(
+    ranges: impl Iterator<Item = Range<usize>>,
+    written: &str,
+    prefix: bool,
+) -> Vec<Range<usize>> {
+    let (mut at, mut shorter) = (0, 0);
+    let mut place = |offset: usize| {
+        shorter += written[at..offset].matches(MARK).count() * (MARK.len_utf8() - 1);
+        at = offset;
+        offset + usize::from(prefix) - shorter
+    };
+    ranges.map(|range| place(range.start)..place(range.end)).collect()
 }
