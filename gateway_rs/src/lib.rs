@@ -8,6 +8,12 @@
 //! - [`plane`] alone does network: the router's data plane (axum, tonic, tokio).
 //! - `python` alone knows PyO3.
 
+/// A router's requests are small blocks that one thread makes and another drops: what the C library's allocator is worst at.
+/// Python keeps its own.
+#[cfg(feature = "extension-module")]
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 pub mod blocks;
 mod date;
 pub mod detok;

@@ -134,7 +134,7 @@ impl Playing {
         delta.cached_prompt_tokens = (self.sent == 0).then_some(0);
         self.sent += tokens;
         if self.is_over() {
-            delta.finish = Some(self.finish(Outcome::Length));
+            delta.finish = Some(Box::new(self.finish(Outcome::Length)));
         }
         delta
     }
@@ -243,7 +243,7 @@ impl Batch {
                 if !goes_on {
                     self.count -= 1;
                     let mut delta = playing.delta();
-                    delta.finish = Some(playing.finish(Outcome::Cancelled));
+                    delta.finish = Some(Box::new(playing.finish(Outcome::Cancelled)));
                     self.ready.push((delta, playing.seed));
                 }
                 goes_on

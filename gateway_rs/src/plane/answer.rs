@@ -76,6 +76,8 @@ pub struct Answer {
     choices: Vec<Choice>,
     /// Something was handed to the sink: it can't be done again from the start.
     shown: bool,
+    /// Room for the text of one delta, kept from one to the next.
+    text: String,
 }
 
 struct Choice {
@@ -90,6 +92,8 @@ struct Choice {
     emitted_bytes: usize,
     waiting: VecDeque<Entry>,
     finish: Option<Finish>,
+    /// Room for the text of one id.
+    fresh: String,
 }
 
 impl Answer {
@@ -106,11 +110,13 @@ impl Answer {
             emitted_bytes: 0,
             waiting: VecDeque::new(),
             finish: None,
+            fresh: String::new(),
         };
         Self {
             choices: (0..choices).map(|_| choice()).collect(),
             ending,
             shown: false,
+            text: String::new(),
         }
     }
 
@@ -127,7 +133,8 @@ impl Answer {
         if first > choice.ids.len() {
             return Err(Gap(format!("index {first} after {} ids", choice.ids.len())));
         }
-        let mut text = String::new();
+        let text = &mut self.text;
+        text.clear();
         let mut entries = Vec::new();
         let known = choice.ids.len() - first;
         let mut logprobs = delta.logprobs.iter();
@@ -136,7 +143,7 @@ impl Answer {
             if index < known {
                 continue;
             }
-            choice.take(id, logprobs, &self.ending, &mut text);
+            choice.take(id, logprobs, &self.ending, text);
             if choice.finish.is_some() {
                 break;
             }
@@ -151,14 +158,14 @@ impl Answer {
                         stop_id: None,
                     },
                     &self.ending,
-                    &mut text,
+                    text,
                 );
             }
         }
         choice.release(&mut entries);
         if !text.is_empty() || (self.ending.entries && !entries.is_empty()) {
             self.shown = true;
-            sink.delta(delta.choice, &text, &entries);
+            sink.delta(delta.choice, text, &entries);
         }
         if let Some(finish) = &choice.finish {
             self.shown = true;
@@ -256,10 +263,10 @@ impl Answer {
                 choice: number,
                 ids: choice.ids,
                 logprobs: choice.logprobs,
-                finish: Some(crate::proto::token_delta::Finish {
+                finish: Some(Box::new(crate::proto::token_delta::Finish {
                     outcome: choice.outcome,
                     ..Default::default()
-                }),
+                })),
                 ..TokenDelta::default()
             })
             .collect()
@@ -281,7 +288,8 @@ impl Choice {
             };
             return self.end(finish, ending, text);
         }
-        let mut fresh = String::new();
+        let mut fresh = std::mem::take(&mut self.fresh);
+        fresh.clear();
         self.decoder.push(id, &mut fresh);
         if ending.entries {
             let start = self.waiting.back().map_or(self.decoded_bytes, |entry| entry.end);
@@ -295,6 +303,7 @@ impl Choice {
             });
         }
         self.emit(&fresh, ending, text);
+        self.fresh = fresh;
         if self.finish.is_none() && self.ids.len() >= ending.max_tokens as usize {
             self.end(
                 Finish {
@@ -532,7 +541,7 @@ mod tests {
                 ..Default::default()
             };
             let last = TokenDelta {
-                finish: Some(finish),
+                finish: Some(Box::new(finish)),
                 ..delta(0, &[])
             };
             assert_eq!(answer.push(&last, &mut seen).unwrap(), ended);

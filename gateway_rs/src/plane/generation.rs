@@ -10,7 +10,7 @@ use std::{
     future::Future,
     pin::Pin,
     sync::{atomic::Ordering, Arc},
-    task::{ready, Context, Poll},
+    task::{ready, Context, Poll, Waker},
     time::{Duration, Instant},
 };
 
@@ -38,9 +38,6 @@ use crate::{
     request::{Class, Guided, Prompt, Request},
     stops::StopSet,
 };
-
-/// Bodies and prompts over this are parsed and tokenised away from the threads that serve streams, in bytes.
-pub const LONG_BYTES: usize = 32 * 1024;
 
 /// A client that leaves so shortly before its deadline has met it.
 const CLIENT_AHEAD: Duration = Duration::from_millis(50);
@@ -77,6 +74,8 @@ pub struct Generation {
     parts: Vec<Part>,
     timer: Option<Pin<Box<Sleep>>>,
     stopping: Pin<Box<WaitForCancellationFutureOwned>>,
+    /// Who is woken by `stopping`.
+    waker: Option<Waker>,
     over: bool,
 }
 
@@ -93,11 +92,44 @@ struct Shared {
     block_tokens: u32,
 }
 
+impl Shared {
+    fn new(plane: &Plane, request: Request, model: Arc<Model>, request_id: String, deadline: Option<Instant>) -> Self {
+        let pool = plane.pool(&model.name);
+        let description = pool.as_ref().and_then(|pool| pool.description.as_ref());
+        let more_eos_ids = description.map_or(&[][..], |description| &description.eos_ids);
+        let mut eos_ids = model.eos_ids.clone();
+        eos_ids.extend(more_eos_ids.iter().filter(|id| !model.eos_ids.contains(id)));
+        Self {
+            context_tokens: plane.context_tokens(&model),
+            eos_ids,
+            model_version: description.map_or_else(String::new, |description| {
+                format!(
+                    "{} {} {}",
+                    description.engine, description.weights_sha256, description.quantization
+                )
+            }),
+            block_tokens: description.map_or(0, |description| description.block_tokens),
+            request,
+            model,
+            request_id,
+            deadline,
+        }
+    }
+}
+
+/// A prompt as the rest of the mesh knows it.
+struct PromptIds {
+    ids: Vec<u32>,
+    /// Of its full blocks.
+    block_hashes: Vec<u64>,
+}
+
 /// One prompt of the request, with its choices.
 struct Part {
     plane: Arc<Plane>,
     shared: Arc<Shared>,
-    prompt_ids: Arc<Vec<u32>>,
+    prompt_ids: Vec<u32>,
+    block_hashes: Vec<u64>,
     seeds: Vec<u64>,
     max_tokens: u32,
     /// Index of its first choice.
@@ -131,63 +163,45 @@ enum Opened {
 
 impl Generation {
     /// Counts the prompts and starts every part. Errors: what the template refuses, a prompt or an answer that cannot fit.
-    pub async fn prepare(plane: &Arc<Plane>, mut call: Call) -> Result<Self, ApiError> {
-        match Self::try_prepare(plane, &mut call).await {
-            Ok((shared, prompts)) => {
-                let parts = prompts
-                    .into_iter()
-                    .enumerate()
-                    .map(|(index, ids)| Part::new(plane, &shared, index, ids, &call.open));
-                let parts = parts.collect::<Result<Vec<_>, _>>();
-                match parts {
-                    Ok(parts) => Ok(Self {
-                        plane: plane.clone(),
-                        timer: None,
-                        stopping: Box::pin(plane.stopping.clone().cancelled_owned()),
-                        shared,
-                        open: call.open,
-                        parts,
-                        over: false,
-                    }),
-                    Err(error) => {
-                        call.open.fail(&error);
-                        Err(error)
-                    }
-                }
+    pub async fn prepare(plane: &Arc<Plane>, call: Call) -> Result<Self, ApiError> {
+        let Call {
+            request,
+            model,
+            request_id,
+            mut open,
+            deadline,
+        } = call;
+        let prepared = async {
+            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                return Err(deadline_exceeded());
             }
+            let mut span = open.stage("prepare", SpanKind::Internal);
+            let shared = Arc::new(Shared::new(plane, request, model, request_id, deadline));
+            let prompts = encode(plane, &shared).await?;
+            open.books.prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len() as u32).sum();
+            span.set("gen_ai.usage.input_tokens", i64::from(open.books.prompt_tokens));
+            drop(span);
+            let parts = prompts.into_iter().enumerate();
+            let parts = parts.map(|(index, prompt)| Part::new(plane, &shared, index, prompt, &open));
+            let parts = parts.collect::<Result<Vec<_>, _>>()?;
+            Ok((shared, parts))
+        };
+        match prepared.await {
+            Ok((shared, parts)) => Ok(Self {
+                plane: plane.clone(),
+                timer: None,
+                stopping: Box::pin(plane.stopping.clone().cancelled_owned()),
+                waker: None,
+                shared,
+                open,
+                parts,
+                over: false,
+            }),
             Err(error) => {
-                call.open.fail(&error);
+                open.fail(&error);
                 Err(error)
             }
         }
-    }
-
-    async fn try_prepare(plane: &Arc<Plane>, call: &mut Call) -> Result<(Arc<Shared>, Vec<Vec<u32>>), ApiError> {
-        if call.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
-            return Err(deadline_exceeded());
-        }
-        let mut span = call.open.stage("prepare", SpanKind::Internal);
-        let pool = plane.pool(&call.model.name);
-        let description = pool.and_then(|pool| pool.description).unwrap_or_default();
-        let mut eos_ids = call.model.eos_ids.clone();
-        eos_ids.extend(description.eos_ids.iter().filter(|id| !call.model.eos_ids.contains(id)));
-        let shared = Arc::new(Shared {
-            request: call.request.clone(),
-            model: call.model.clone(),
-            request_id: call.request_id.clone(),
-            deadline: call.deadline,
-            context_tokens: plane.context_tokens(&call.model),
-            eos_ids,
-            model_version: format!(
-                "{} {} {}",
-                description.engine, description.weights_sha256, description.quantization
-            ),
-            block_tokens: description.block_tokens,
-        });
-        let prompts = encode(&shared).await?;
-        call.open.books.prompt_tokens = prompts.iter().map(|ids| ids.len() as u32).sum();
-        span.set("gen_ai.usage.input_tokens", i64::from(call.open.books.prompt_tokens));
-        Ok((shared, prompts))
     }
 
     /// Drives it; whatever leaves goes to the sink. After Done or Failed it must not be polled again.
@@ -251,7 +265,16 @@ impl Generation {
 
     /// The deadline, workers that have fallen silent, and the end of the process.
     fn poll_timer(&mut self, context: &mut Context<'_>) -> Poll<Step> {
-        if self.stopping.as_mut().poll(context).is_ready() {
+        // Looked at once for each waker; then a flag tells, without the lock of all who wait for the same.
+        let registered = self
+            .waker
+            .as_ref()
+            .is_some_and(|waker| waker.will_wake(context.waker()));
+        if !registered {
+            self.waker = Some(context.waker().clone());
+        }
+        let stopping = !registered || self.plane.is_stopping.load(Ordering::Relaxed);
+        if stopping && self.stopping.as_mut().poll(context).is_ready() {
             let error = ApiError::new(
                 ErrorCode::Draining,
                 "this router stopped before the answer was complete",
@@ -321,22 +344,21 @@ impl Drop for Generation {
     }
 }
 
-/// The prompts' ids; long ones are counted away from the threads that serve streams.
-async fn encode(shared: &Arc<Shared>) -> Result<Vec<Vec<u32>>, ApiError> {
+/// The prompts' ids and blocks; long ones are worked on away from the threads that serve streams.
+async fn encode(plane: &Plane, shared: &Arc<Shared>) -> Result<Vec<PromptIds>, ApiError> {
     let bytes: usize = shared.request.prompts.iter().map(weight).sum();
-    let work = {
-        let shared = shared.clone();
-        move || {
-            let encode = |prompt| shared.model.encode(&shared.request, prompt, shared.context_tokens);
-            shared.request.prompts.iter().map(encode).collect()
-        }
+    let shared = shared.clone();
+    let work = move || {
+        let lora = shared.request.lora.as_deref().unwrap_or_default();
+        let seed = blocks::Seed::new(&shared.model.name, lora, b"");
+        let encode = |prompt| {
+            let ids = shared.model.encode(&shared.request, prompt, shared.context_tokens)?;
+            let block_hashes = blocks::block_hashes(&ids, shared.block_tokens as usize, seed);
+            Ok(PromptIds { ids, block_hashes })
+        };
+        shared.request.prompts.iter().map(encode).collect()
     };
-    if bytes <= LONG_BYTES {
-        return work();
-    }
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|error| Err(internal(error)))
+    plane.compute.run(bytes, work).await
 }
 
 fn weight(prompt: &Prompt) -> usize {
@@ -360,11 +382,11 @@ impl Part {
         plane: &Arc<Plane>,
         shared: &Arc<Shared>,
         index: usize,
-        prompt_ids: Vec<u32>,
+        prompt: PromptIds,
         open: &OpenRequest,
     ) -> Result<Self, ApiError> {
         let request = &shared.request;
-        let max_tokens = request.resolve_max_tokens(prompt_ids.len(), shared.context_tokens)?;
+        let max_tokens = request.resolve_max_tokens(prompt.ids.len(), shared.context_tokens)?;
         if max_tokens == 0 && request.logprobs.is_some() {
             return Err(ApiError::unsupported(
                 "max_tokens",
@@ -391,7 +413,8 @@ impl Part {
             first_choice: index as u32 * request.sampling.n,
             plane: plane.clone(),
             shared: shared.clone(),
-            prompt_ids: Arc::new(prompt_ids),
+            prompt_ids: prompt.ids,
+            block_hashes: prompt.block_hashes,
             max_tokens,
             state: State::Over,
             deltas: Vec::new(),
@@ -503,18 +526,12 @@ impl Part {
 
     fn ask(&self) -> Ask {
         let (request, committed) = (&self.shared.request, self.committed().len() as u32);
-        let lora = request.lora.as_deref().unwrap_or_default();
-        let seed = blocks::Seed::new(&self.shared.model.name, lora, b"");
-        let hashes = match self.shared.block_tokens {
-            0 => Vec::new(),
-            block_tokens => blocks::block_hashes(&self.prompt_ids, block_tokens as usize, seed),
-        };
         Ask {
             request_id: self.shared.request_id.clone(),
             class: class(request.class) as i32,
             pools: vec![self.shared.model.name.clone()],
             prompt_tokens: self.prompt_ids.len() as u32 + committed,
-            block_hashes: hashes,
+            block_hashes: self.block_hashes.clone(),
             max_tokens: self.max_tokens - committed,
             n: request.sampling.n,
             avoid_instances: self.avoid.clone(),
@@ -578,42 +595,48 @@ impl Part {
 
     /// Hands what came to the answer. A failure that the worker reports is given back.
     fn take(&mut self, sink: &mut impl Sink) -> Result<Option<ApiError>, ApiError> {
-        let mut failure = None;
-        for delta in std::mem::take(&mut self.deltas) {
-            if delta.epoch != self.epoch {
-                continue;
-            }
-            if let Some(cached) = delta.cached_prompt_tokens {
-                self.cached_prompt_tokens = cached.min(self.prompt_ids.len() as u32);
-            }
-            if !delta.ids.is_empty() && self.first.is_none() {
-                self.first = Some(Instant::now());
-            }
-            if !delta.prompt_logprobs.is_empty() {
-                let entries = prompt_entries(&self.prompt_ids, &delta.prompt_logprobs);
-                (0..self.shared.request.sampling.n).for_each(|choice| sink.prompt(choice, &entries));
-            }
-            let finished = match self.answer.push(&delta, sink) {
-                Ok(finished) => finished,
-                Err(gap) => {
-                    self.stop_run(Outcome::Failed);
-                    return Err(internal(format!("the worker sent {}", gap.0)));
-                }
-            };
-            match (&delta.finish, finished) {
-                (None, true) if !self.answer.is_done() => {
-                    if let State::Running(run) = &self.state {
-                        run.stop_choice(delta.choice, Outcome::Stop);
-                    }
-                }
-                (Some(finish), false) => failure = Some(failure.unwrap_or(worker_error(finish))),
-                _ => {}
-            }
-            if let Some(usage) = delta.finish.as_ref().and_then(|finish| finish.usage) {
-                self.compare(&usage);
-            }
+        let mut deltas = std::mem::take(&mut self.deltas);
+        let taken = deltas.drain(..).try_fold(None, |failure, delta| {
+            let failed = self.take_one(&delta, sink)?;
+            Ok(failure.or(failed))
+        });
+        self.deltas = deltas;
+        taken
+    }
+
+    fn take_one(&mut self, delta: &TokenDelta, sink: &mut impl Sink) -> Result<Option<ApiError>, ApiError> {
+        if delta.epoch != self.epoch {
+            return Ok(None);
         }
-        Ok(failure)
+        if let Some(cached) = delta.cached_prompt_tokens {
+            self.cached_prompt_tokens = cached.min(self.prompt_ids.len() as u32);
+        }
+        if !delta.ids.is_empty() && self.first.is_none() {
+            self.first = Some(Instant::now());
+        }
+        if !delta.prompt_logprobs.is_empty() {
+            let entries = prompt_entries(&self.prompt_ids, &delta.prompt_logprobs);
+            (0..self.shared.request.sampling.n).for_each(|choice| sink.prompt(choice, &entries));
+        }
+        let finished = match self.answer.push(delta, sink) {
+            Ok(finished) => finished,
+            Err(gap) => {
+                self.stop_run(Outcome::Failed);
+                return Err(internal(format!("the worker sent {}", gap.0)));
+            }
+        };
+        let Some(finish) = &delta.finish else {
+            if finished && !self.answer.is_done() {
+                if let State::Running(run) = &self.state {
+                    run.stop_choice(delta.choice, Outcome::Stop);
+                }
+            }
+            return Ok(None);
+        };
+        if let Some(usage) = finish.usage {
+            self.compare(&usage);
+        }
+        Ok((!finished).then(|| worker_error(finish)))
     }
 
     /// Our count is the one that holds; that the worker's differs is worth knowing.

@@ -21,7 +21,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 
 use super::{
-    generation::{Call, Generation, Step, LONG_BYTES},
+    generation::{Call, Generation, Step},
     metrics::Door,
     model::Model,
     open::OpenRequest,
@@ -98,7 +98,7 @@ async fn answer(
 ) -> Result<Response, ApiError> {
     plane.admit()?;
     let drafted = match read(plane, headers, body).await {
-        Ok(body) => draft(kind, headers, body).await,
+        Ok(body) => draft(plane, kind, headers, body).await,
         Err(error) => Err(error),
     };
     let operation = match kind {
@@ -220,12 +220,12 @@ async fn read(plane: &Plane, headers: &HeaderMap, body: Body) -> Result<Bytes, A
     }
 }
 
-async fn draft(kind: AnswerKind, headers: &HeaderMap, body: Bytes) -> Result<Draft, ApiError> {
+async fn draft(plane: &Plane, kind: AnswerKind, headers: &HeaderMap, body: Bytes) -> Result<Draft, ApiError> {
     let parse = match kind {
         AnswerKind::Chat => chat::parse,
         AnswerKind::Completion => completions::parse,
     };
-    let mut draft = away_when_long(body.len(), move || parse(&body)).await?;
+    let mut draft = plane.compute.run(body.len(), move || parse(&body)).await?;
     if let Some(text) = asked(headers, DEADLINE) {
         let asked = deadline_from_text(text, DEADLINE)?;
         draft.deadline = Some(draft.deadline.map_or(asked, |body| body.min(asked)));
@@ -244,24 +244,12 @@ async fn draft(kind: AnswerKind, headers: &HeaderMap, body: Bytes) -> Result<Dra
     Ok(draft)
 }
 
-/// Long work is done away from the threads that serve streams.
-async fn away_when_long<T: Send + 'static>(
-    bytes: usize,
-    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-) -> Result<T, ApiError> {
-    if bytes <= LONG_BYTES {
-        return work();
-    }
-    let failed = |error| ApiError::new(ErrorCode::Internal, format!("{error}"));
-    tokio::task::spawn_blocking(work).await.map_err(failed)?
-}
-
 async fn wrap_tokenize(plane: Arc<Plane>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let result = async {
         plane.admit()?;
         let body = read(&plane, &parts.headers, body).await?;
-        let asked = away_when_long(body.len(), move || parse_tokenize(&body)).await?;
+        let asked = plane.compute.run(body.len(), move || parse_tokenize(&body)).await?;
         let model = plane.model(&asked.model)?;
         tokenize(&plane, model, asked.prompt).await
     };
@@ -276,7 +264,7 @@ async fn wrap_detokenize(plane: Arc<Plane>, request: Request) -> Response {
     let result = async {
         plane.admit()?;
         let body = read(&plane, &parts.headers, body).await?;
-        let asked = away_when_long(body.len(), move || parse_detokenize(&body)).await?;
+        let asked = plane.compute.run(body.len(), move || parse_detokenize(&body)).await?;
         detokenize(plane.model(&asked.model)?, &asked.ids, false)
     };
     match result.await {
@@ -291,9 +279,10 @@ pub async fn tokenize(plane: &Plane, model: &Arc<Model>, prompt: Prompt) -> Resu
     let (model, most) = (model.clone(), context_tokens.saturating_mul(16));
     let bytes = match &prompt {
         Prompt::Text(text) => text.len(),
-        Prompt::Chat(_) | Prompt::Ids(_) => LONG_BYTES + 1,
+        Prompt::Chat(_) | Prompt::Ids(_) => usize::MAX,
     };
-    let ids = away_when_long(bytes, move || model.encode_prompt(&prompt, most, "messages")).await?;
+    let work = move || model.encode_prompt(&prompt, most, "messages");
+    let ids = plane.compute.run(bytes, work).await?;
     Ok((ids, context_tokens))
 }
 

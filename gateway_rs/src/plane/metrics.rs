@@ -153,7 +153,45 @@ impl Default for Metrics {
     }
 }
 
+/// The series of one model, found once and not for each request.
+#[allow(missing_docs)]
+pub struct ModelMetrics {
+    /// A configured name, or "other".
+    pub model: String,
+    pub prompt_tokens: Counter,
+    pub cached_prompt_tokens: Counter,
+    pub completion_tokens: Counter,
+    pub wasted_tokens: Counter,
+    pub ttft_s: Histogram,
+    pub tpot_s: Histogram,
+    pub duration_s: Histogram,
+}
+
 impl Metrics {
+    /// That model's series; zero when nothing was counted yet.
+    pub fn of_model(&self, model: &str) -> ModelMetrics {
+        let tokens = |kind| {
+            let labels = TokenLabels {
+                model: model.to_owned(),
+                kind,
+            };
+            self.tokens.get_or_create_owned(&labels)
+        };
+        let label = ModelLabel {
+            model: model.to_owned(),
+        };
+        ModelMetrics {
+            prompt_tokens: tokens("prompt"),
+            cached_prompt_tokens: tokens("cached_prompt"),
+            completion_tokens: tokens("completion"),
+            wasted_tokens: tokens("wasted"),
+            ttft_s: self.ttft_s.get_or_create_owned(&label),
+            tpot_s: self.tpot_s.get_or_create_owned(&label),
+            duration_s: self.duration_s.get_or_create_owned(&label),
+            model: model.to_owned(),
+        }
+    }
+
     /// The text that Prometheus scrapes.
     pub fn render(&self) -> String {
         let mut text = String::new();

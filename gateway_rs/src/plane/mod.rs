@@ -8,6 +8,7 @@
 //! it), a scan of the fleet, an unbounded queue.
 
 pub mod answer;
+pub mod compute;
 pub mod config;
 pub mod generation;
 pub mod grpc;
@@ -34,9 +35,10 @@ use std::{
 use tokio_util::sync::CancellationToken;
 
 use self::{
+    compute::Compute,
     config::PlaneConfig,
     links::{cache::Cache, scheduler::Scheduler, worker::Workers},
-    metrics::Metrics,
+    metrics::{Metrics, ModelMetrics},
     model::Model,
     tls::Tls,
     trace::Tracing,
@@ -61,14 +63,22 @@ pub struct Plane {
     pub cache: Option<Arc<Cache>>,
     /// "Run it."
     pub workers: Arc<Workers>,
+    /// Where long bodies and prompts are worked on.
+    pub compute: Compute,
     /// For Prometheus.
     pub metrics: Metrics,
+    /// Of these, each model's; and those of models that are not there.
+    pub series: HashMap<String, Arc<ModelMetrics>>,
+    /// See `series`.
+    pub other_series: Arc<ModelMetrics>,
     /// For OpenTelemetry.
     pub tracing: Tracing,
     /// Nothing new is taken.
     pub draining: AtomicBool,
     /// The grace is over: what still runs is ended.
     pub stopping: CancellationToken,
+    /// The same, set before it.
+    pub is_stopping: AtomicBool,
     /// Requests in the router now.
     pub open: AtomicUsize,
     /// Unix time of the start, for `created` of models.
@@ -77,7 +87,12 @@ pub struct Plane {
 
 impl Plane {
     /// Opens the links, over TLS when there is one; must be called inside the runtime.
-    pub fn start(config: PlaneConfig, models: Vec<Model>, tls: Option<Arc<Tls>>) -> Result<Arc<Self>, String> {
+    pub fn start(
+        config: PlaneConfig,
+        models: Vec<Model>,
+        tls: Option<Arc<Tls>>,
+        compute: Compute,
+    ) -> Result<Arc<Self>, String> {
         let telemetry = &config.telemetry;
         let tracing = Tracing::start(&telemetry.otlp_endpoint, telemetry.sample_ratio, telemetry.log_content)?;
         let model_names: Vec<String> = models.iter().map(|model| model.name.clone()).collect();
@@ -91,14 +106,22 @@ impl Plane {
             .collect();
         let accept = Box::new(move |description: &ModelDescription| same_tokenizer(&tokenizers, description));
         let router_id = config.router_id.clone();
+        let metrics = Metrics::default();
         Ok(Arc::new(Self {
             scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone(), tls.clone()),
             cache: (!config.cache.is_empty()).then(|| Cache::start(config.cache.clone(), tls.clone())),
             workers: Arc::new(Workers::new(router_id, config.max_unread_tokens, accept, tls)),
-            metrics: Metrics::default(),
+            compute,
+            series: model_names
+                .iter()
+                .map(|name| (name.clone(), Arc::new(metrics.of_model(name))))
+                .collect(),
+            other_series: Arc::new(metrics.of_model("other")),
+            metrics,
             tracing,
             draining: AtomicBool::new(false),
             stopping: CancellationToken::new(),
+            is_stopping: AtomicBool::new(false),
             open: AtomicUsize::new(0),
             started_s: unix_s(),
             models,
@@ -113,20 +136,15 @@ impl Plane {
     }
 
     /// The pool that serves a model, as the scheduler last described it.
-    pub fn pool(&self, model: &str) -> Option<Pool> {
-        self.scheduler
-            .fleet()
-            .pools
-            .iter()
-            .find(|pool| pool.name == model)
-            .cloned()
+    pub fn pool(&self, model: &str) -> Option<Arc<Pool>> {
+        self.scheduler.pool(model)
     }
 
     /// Prompt and answer together: what the model was made for, or less where its workers hold less.
     pub fn context_tokens(&self, model: &Model) -> u32 {
-        let fleet = self.scheduler.fleet();
-        let pool = fleet.pools.iter().find(|pool| pool.name == model.name);
+        let pool = self.pool(&model.name);
         let limit = pool
+            .as_ref()
             .and_then(|pool| pool.description.as_ref())
             .map_or(0, |description| description.context_tokens);
         match limit {
@@ -151,9 +169,14 @@ impl Plane {
             && self
                 .scheduler
                 .fleet()
-                .pools
-                .iter()
+                .values()
                 .any(|pool| pool.ready_workers > 0 && self.models.contains_key(&pool.name))
+    }
+
+    /// The grace is over.
+    pub fn stop(&self) {
+        self.is_stopping.store(true, Ordering::Release);
+        self.stopping.cancel();
     }
 
     /// Returns a moment after the grace is over: those who were told of it have had time to read it.

@@ -8,7 +8,7 @@ use std::{
 use opentelemetry::trace::SpanKind;
 
 use super::{
-    metrics::{Door, ModelLabel, RequestLabels, TokenLabels},
+    metrics::{Door, ModelMetrics, RequestLabels},
     trace::Span,
     Plane,
 };
@@ -35,8 +35,7 @@ pub struct Books {
 pub struct OpenRequest {
     plane: Arc<Plane>,
     door: Door,
-    /// A configured name, or "other".
-    model: String,
+    series: Arc<ModelMetrics>,
     arrived: Instant,
     /// The request's own span.
     pub span: Span,
@@ -58,16 +57,17 @@ impl OpenRequest {
         plane.admit()?;
         let open = plane.open.fetch_add(1, Ordering::Relaxed);
         plane.metrics.open_requests.inc();
-        let known = plane.models.contains_key(model);
-        let label = if known { model } else { "other" };
-        let mut span = plane.tracing.root(format!("{operation} {label}"), traceparent);
-        span.set("gen_ai.operation.name", operation.to_owned());
-        span.set("gen_ai.provider.name", "headrace");
-        span.set("gen_ai.request.model", label.to_owned());
+        let series = plane.series.get(model).unwrap_or(&plane.other_series);
+        let mut span = plane.tracing.root(operation, &series.model, traceparent);
+        if span.is_recording() {
+            span.set("gen_ai.operation.name", operation.to_owned());
+            span.set("gen_ai.provider.name", "headrace");
+            span.set("gen_ai.request.model", series.model.clone());
+        }
         let mut request = Self {
             plane: plane.clone(),
             door,
-            model: label.to_owned(),
+            series: series.clone(),
             arrived,
             span,
             books: Books::default(),
@@ -109,35 +109,25 @@ impl OpenRequest {
         metrics.open_requests.dec();
         let labels = RequestLabels {
             door: self.door,
-            model: self.model.clone(),
+            model: self.series.model.clone(),
             outcome,
         };
         metrics.requests.get_or_create(&labels).inc();
         let books = &self.books;
-        for (kind, count) in [
-            ("prompt", books.prompt_tokens),
-            ("cached_prompt", books.cached_prompt_tokens),
-            ("completion", books.completion_tokens),
-            ("wasted", books.wasted_tokens),
-        ] {
-            let labels = TokenLabels {
-                model: self.model.clone(),
-                kind,
-            };
-            metrics.tokens.get_or_create(&labels).inc_by(u64::from(count));
-        }
-        let label = ModelLabel {
-            model: self.model.clone(),
-        };
+        let series = &self.series;
+        series.prompt_tokens.inc_by(books.prompt_tokens.into());
+        series.cached_prompt_tokens.inc_by(books.cached_prompt_tokens.into());
+        series.completion_tokens.inc_by(books.completion_tokens.into());
+        series.wasted_tokens.inc_by(books.wasted_tokens.into());
         let duration_s = self.arrived.elapsed().as_secs_f64();
-        metrics.duration_s.get_or_create(&label).observe(duration_s);
+        series.duration_s.observe(duration_s);
         if let Some(first) = books.first {
             let ttft_s = first.saturating_duration_since(self.arrived).as_secs_f64();
-            metrics.ttft_s.get_or_create(&label).observe(ttft_s);
+            series.ttft_s.observe(ttft_s);
             self.span.set("gen_ai.server.time_to_first_token", ttft_s);
             if books.completion_tokens > 1 {
                 let tpot_s = (duration_s - ttft_s) / f64::from(books.completion_tokens - 1);
-                metrics.tpot_s.get_or_create(&label).observe(tpot_s);
+                series.tpot_s.observe(tpot_s);
             }
         }
         self.span.set("headrace.outcome", outcome);

@@ -62,13 +62,13 @@ impl Tracing {
     }
 
     /// The request's own span, under the client's `traceparent` when that is one.
-    pub fn root(&self, name: impl Into<Cow<'static, str>>, traceparent: &str) -> Span {
+    pub fn root(&self, operation: &str, model: &str, traceparent: &str) -> Span {
         match &self.tracer {
             None => Span::Passing(parse(traceparent).map(|_| traceparent.to_owned()).unwrap_or_default()),
             Some(tracer) => {
                 let parent = parse(traceparent)
                     .map_or_else(Context::new, |context| Context::new().with_remote_span_context(context));
-                Span::start(tracer, name, SpanKind::Server, &parent)
+                Span::start(tracer, format!("{operation} {model}"), SpanKind::Server, &parent)
             }
         }
     }
@@ -215,7 +215,7 @@ mod tests {
     fn without_an_endpoint_the_clients_context_is_passed_on() {
         let tracing = Tracing::start("", 1.0, false).unwrap_or_else(|error| unreachable!("{error}"));
         let good = "00-11111111111111111111111111111111-2222222222222222-01";
-        assert_eq!(tracing.root("chat", good).traceparent(), good);
-        assert_eq!(tracing.root("chat", "junk").traceparent(), "");
+        assert_eq!(tracing.root("chat", "model", good).traceparent(), good);
+        assert_eq!(tracing.root("chat", "model", "junk").traceparent(), "");
     }
 }

@@ -20,9 +20,9 @@ use crate::{
     error::{ApiError, ErrorCode},
     plane::tls::Tls,
     proto::{
-        place_request::Ask, placement::Answer, router_hello::RunningLease,
-        scheduler_service_client::SchedulerServiceClient, FleetView, Grant, Outcome, PlaceRequest, PlaceResponse,
-        Release, RouterHello,
+        fleet_view::Pool, place_request::Ask, placement::Answer, router_hello::RunningLease,
+        scheduler_service_client::SchedulerServiceClient, Grant, Outcome, PlaceRequest, PlaceResponse, Release,
+        RouterHello,
     },
 };
 
@@ -37,9 +37,12 @@ pub struct Scheduler {
     outbox: Arc<Outbox<PlaceRequest>>,
     next_ask: AtomicU64,
     state: Mutex<State>,
-    fleet: RwLock<Arc<FleetView>>,
+    fleet: RwLock<Arc<Fleet>>,
     connected: AtomicBool,
 }
+
+/// The pools by the names of their models: a pool may have thousands of workers, so requests share it.
+pub type Fleet = HashMap<String, Arc<Pool>>;
 
 #[derive(Default)]
 struct State {
@@ -84,8 +87,13 @@ impl Scheduler {
     }
 
     /// The fleet, as the scheduler last described it.
-    pub fn fleet(&self) -> Arc<FleetView> {
+    pub fn fleet(&self) -> Arc<Fleet> {
         self.fleet.read().clone()
+    }
+
+    /// The pool that serves a model.
+    pub fn pool(&self, model: &str) -> Option<Arc<Pool>> {
+        self.fleet.read().get(model).cloned()
     }
 
     /// Whether the stream is up.
@@ -193,7 +201,8 @@ impl Scheduler {
 
     fn answer(self: &Arc<Self>, response: PlaceResponse) {
         if let Some(fleet) = response.fleet {
-            *self.fleet.write() = Arc::new(fleet);
+            let pools = fleet.pools.into_iter().map(|pool| (pool.name.clone(), Arc::new(pool)));
+            *self.fleet.write() = Arc::new(pools.collect());
         }
         for placement in response.placements {
             match placement.answer {

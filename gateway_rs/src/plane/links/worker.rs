@@ -16,6 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ahash::AHashMap;
 use parking_lot::Mutex;
 use tonic::Streaming;
 
@@ -54,7 +55,7 @@ pub struct WorkerLink {
 
 #[derive(Default)]
 struct LinkState {
-    mailboxes: HashMap<u64, Arc<Mailbox>>,
+    mailboxes: AHashMap<u64, Arc<Mailbox>>,
     iteration: u64,
     /// Why the link is over; then nothing more is taken.
     closed: Option<String>,
@@ -386,10 +387,17 @@ impl Run {
     pub fn poll(&mut self, context: &mut Context<'_>, deltas: &mut Vec<TokenDelta>) -> Poll<Option<RunEnd>> {
         let mut mail = self.mailbox.0.lock();
         if !mail.deltas.is_empty() {
-            deltas.append(&mut mail.deltas);
+            // Both sides keep their room.
+            match deltas.is_empty() {
+                true => std::mem::swap(deltas, &mut mail.deltas),
+                false => deltas.append(&mut mail.deltas),
+            }
             mail.unread_tokens = 0;
         } else if mail.end.is_none() {
-            mail.waker = Some(context.waker().clone());
+            match &mut mail.waker {
+                Some(waker) => waker.clone_from(context.waker()),
+                waker => *waker = Some(context.waker().clone()),
+            }
             return Poll::Pending;
         }
         Poll::Ready(mail.end.clone())
