@@ -8,6 +8,7 @@ use std::{
     sync::Arc,
 };
 
+use headrace_core::credits::{Outlook, Share};
 use headrace_core::scheduler::{
     actions::{Action, Grant, Reason, Refusal},
     events::{
@@ -30,6 +31,8 @@ pub struct Scheduler {
     workers: HashMap<Link, WorkerStream>,
     /// Asks whose trace is recorded, while they are unanswered.
     traced: BTreeSet<(Link, u64)>,
+    /// Workers that a router has been told of, on its stream.
+    named: BTreeSet<(Link, Link)>,
     counts: Counts,
     wait_buckets_s: Vec<f64>,
     /// The fleet as routers are told, and which version of it.
@@ -131,6 +134,8 @@ pub enum Span {
 #[derive(Default, Serialize)]
 struct Counts {
     placements: [u64; 3],
+    /// Of those, by routers themselves.
+    by_credit: [u64; 3],
     rejections: BTreeMap<&'static str, u64>,
     withdrawals: u64,
     queue_wait: [Histogram; 3],
@@ -162,6 +167,7 @@ impl Scheduler {
             routers: BTreeSet::new(),
             workers: HashMap::new(),
             traced: BTreeSet::new(),
+            named: BTreeSet::new(),
             counts: Counts::default(),
             wait_buckets_s,
             view: None,
@@ -198,6 +204,16 @@ impl Scheduler {
                 output_tokens: progress.output_tokens,
             });
         }
+        // What it has placed comes before what it has ended, and before what it knows.
+        for placed in message.placed {
+            step.placed(link, placed);
+        }
+        if message.shares_known > 0 {
+            step.event(Event::KnowsShares {
+                link,
+                number: message.shares_known,
+            });
+        }
         // Releases before asks: they make room for them. Withdrawals last: one may be of an ask in this very message.
         for release in message.releases {
             step.event(Event::Released {
@@ -225,6 +241,7 @@ impl Scheduler {
     pub fn router_lost(&mut self, now_s: f64, link: Link) -> Effects {
         self.routers.remove(&link);
         self.traced.retain(|(of, _)| *of != link);
+        self.named.retain(|(router, _)| *router != link);
         self.one(now_s, Event::RouterLost { link })
     }
 
@@ -395,23 +412,88 @@ impl<'a> Step<'a> {
         }
     }
 
-    fn ask(&mut self, link: Link, ask: proto::place_request::Ask) {
-        let trace = ask.trace.as_ref().filter(|trace| is_sampled(&trace.traceparent));
-        if let Some(trace) = trace {
-            if self.scheduler.traced.insert((link, ask.ask)) {
-                self.effects.spans.push(Span::Began {
-                    link,
-                    ask: ask.ask,
-                    request_id: ask.request_id.clone(),
-                    class: class_of(ask.class).name(),
-                    prompt_tokens: ask.prompt_tokens,
-                    traceparent: trace.traceparent.clone(),
-                    tracestate: trace.tracestate.clone(),
-                });
-            }
+    /// Begins the span of an ask whose trace is recorded; false when there is none.
+    fn began(&mut self, link: Link, ask: &proto::place_request::Ask) -> bool {
+        let Some(trace) = ask.trace.as_ref().filter(|trace| is_sampled(&trace.traceparent)) else {
+            return false;
+        };
+        if !self.scheduler.traced.insert((link, ask.ask)) {
+            return false;
         }
+        self.effects.spans.push(Span::Began {
+            link,
+            ask: ask.ask,
+            request_id: ask.request_id.clone(),
+            class: class_of(ask.class).name(),
+            prompt_tokens: ask.prompt_tokens,
+            traceparent: trace.traceparent.clone(),
+            tracestate: trace.tracestate.clone(),
+        });
+        true
+    }
+
+    fn ask(&mut self, link: Link, ask: proto::place_request::Ask) {
+        self.began(link, &ask);
         let ask = Box::new(core_ask(self.now_s, ask));
         self.event(Event::Asked { link, ask });
+    }
+
+    fn placed(&mut self, link: Link, placed: proto::place_request::Placed) {
+        let ask = placed.ask.unwrap_or_default();
+        // The question was not asked, but its place in the trace is the same.
+        if self.began(link, &ask) {
+            self.scheduler.traced.remove(&(link, ask.ask));
+            let worker = self.scheduler.core.fleet().workers.get(&placed.worker);
+            self.effects.spans.push(Span::Granted {
+                link,
+                ask: ask.ask,
+                worker_id: worker.map_or_else(String::new, |worker| worker.hello.worker_id.to_string()),
+                queue_s: 0.0,
+            });
+        }
+        let ask = core_ask(self.now_s, ask);
+        let (counts, rank) = (&mut self.scheduler.counts, ask.class.rank());
+        counts.placements[rank] += 1;
+        counts.by_credit[rank] += 1;
+        counts.queue_wait[rank].observe(&self.scheduler.wait_buckets_s, 0.0);
+        self.event(Event::Placed {
+            link,
+            lease: placed.lease,
+            worker: placed.worker,
+            ask: Box::new(ask),
+        });
+    }
+
+    /// Tells a router of a worker: a new limit, or only how it is doing.
+    fn share(&mut self, router: Link, worker: Link, share: Option<Share>, outlook: Outlook) {
+        let room = share.map(|share| share.room).unwrap_or_default();
+        let known = self.scheduler.core.fleet().workers.get(&worker);
+        let grantor = known.filter(|_| self.scheduler.named.insert((router, worker)));
+        self.send_share(
+            router,
+            &proto::Share {
+                number: share.map_or(0, |share| share.number),
+                worker,
+                choices: room.choices,
+                kv_tokens: room.kv_tokens,
+                pending_prefill_ms: outlook.pending_prefill_ms as f32,
+                prefill_ms_per_token: outlook.prefill_ms_per_token as f32,
+                decoding: outlook.decoding,
+                waiting: outlook.waiting,
+                grantor: grantor.map(|worker| proto::share::Grantor {
+                    worker_id: worker.hello.worker_id.to_string(),
+                    instance_id: worker.hello.instance_id.to_string(),
+                    address: worker.hello.address.to_string(),
+                    pool: worker.hello.pool.to_string(),
+                }),
+                gone: false,
+            },
+        );
+    }
+
+    fn send_share(&mut self, router: Link, share: &proto::Share) {
+        // A message is the concatenation of its fields.
+        prost::encoding::message::encode(3, share, self.answers.entry(router).or_default());
     }
 
     fn event(&mut self, event: Event) {
@@ -436,9 +518,18 @@ impl<'a> Step<'a> {
                 let queued = proto::Queued { position, estimate_ms };
                 self.answer(link, ask, proto::placement::Answer::Queued(queued));
             }
+            Action::Lent { share, outlook } => self.share(share.router, share.worker, Some(share), outlook),
+            Action::News { link, worker, outlook } => self.share(link, worker, None, outlook),
+            Action::Unlent { link, worker } => {
+                self.scheduler.named.remove(&(link, worker));
+                let gone = proto::Share {
+                    worker,
+                    gone: true,
+                    ..proto::Share::default()
+                };
+                self.send_share(link, &gone);
+            }
             Action::FleetChanged => self.effects.fleet_changed = true,
-            // Nothing is lent while `Policy::credits` is off, and nothing sets it here.
-            Action::Lent { .. } | Action::News { .. } | Action::Unlent { .. } => {}
             Action::Welcomed { link, heartbeat_ms } => {
                 let name = self.worker_name(link);
                 self.effects.notes.push(format!("{name} joins"));

@@ -145,6 +145,7 @@ class SchedulerConfig:
         minimum=1.0,
         maximum=16.0,
     )
+    credits: bool = setting(True, "lend routers room on workers while nothing waits, so that they place without asking")
     drain_grace_s: float = setting(10.0, "time for streams to finish after SIGTERM", minimum=0.0)
 
 

@@ -30,6 +30,10 @@ class Books:
     def note(self, request: scheduler_pb2.PlaceRequest) -> None:
         """Takes in what a router said."""
         self.asks |= {ask.ask: ask for ask in request.asks}
+        for placed in request.placed:
+            # It needed no asking: the router's own word is the grant.
+            self.asks[placed.ask.ask] = placed.ask
+            self.grants[placed.lease] = (scheduler_pb2.Grant(lease=placed.lease), placed.ask)
         self.withdrawals += request.withdrawals
         for release in request.releases:
             self.releases.setdefault(release.lease, []).append(release)

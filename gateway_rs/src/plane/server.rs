@@ -140,6 +140,8 @@ impl Server {
         self.runtime.block_on(async {
             let all = futures_util::future::join_all(servers);
             let _ = tokio::time::timeout(Duration::from_secs(1), all).await;
+            // The books of the last requests are worth a moment.
+            let _ = tokio::time::timeout(Duration::from_secs(1), self.plane.scheduler.close()).await;
         });
         self.plane.tracing.stop();
         self.runtime.shutdown_timeout(Duration::from_secs(1));

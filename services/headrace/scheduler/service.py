@@ -57,6 +57,9 @@ class SchedulerMetrics(Collector):
         stats = json.loads(self._core.stats())
         counts = stats["counts"]
         yield _by_class(CounterMetricFamily, "placements", "Requests given to a worker", counts["placements"])
+        yield _by_class(
+            CounterMetricFamily, "credit_placements", "Of those, given by routers themselves", counts["by_credit"]
+        )
         rejections = CounterMetricFamily("headrace_scheduler_rejections", "Requests refused", labels=["code"])
         # All series from the start: a counter that appears with its first event has no rate for it.
         for code in _CODE_NAMES:
@@ -144,6 +147,7 @@ class SchedulerService:
             "heartbeats_missed": config.heartbeats_missed,
             "router_grace_s": config.router_grace_s,
             "queue_factor": config.queue_factor,
+            "credits": config.credits,
         }
         self._now = now
         self.core = _gateway.Scheduler(

@@ -9,7 +9,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("hello", "asks", "withdrawals", "releases", "progress")
+    __slots__ = ("hello", "asks", "withdrawals", "releases", "progress", "placed", "shares_known")
+    class Placed(_message.Message):
+        __slots__ = ("lease", "worker", "ask")
+        LEASE_FIELD_NUMBER: _ClassVar[int]
+        WORKER_FIELD_NUMBER: _ClassVar[int]
+        ASK_FIELD_NUMBER: _ClassVar[int]
+        lease: int
+        worker: int
+        ask: PlaceRequest.Ask
+        def __init__(self, lease: _Optional[int] = ..., worker: _Optional[int] = ..., ask: _Optional[_Union[PlaceRequest.Ask, _Mapping]] = ...) -> None: ...
     class Ask(_message.Message):
         __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms")
         ASK_FIELD_NUMBER: _ClassVar[int]
@@ -58,12 +67,16 @@ class PlaceRequest(_message.Message):
     WITHDRAWALS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
+    SHARES_KNOWN_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     asks: _containers.RepeatedCompositeFieldContainer[PlaceRequest.Ask]
     withdrawals: _containers.RepeatedScalarFieldContainer[int]
     releases: _containers.RepeatedCompositeFieldContainer[Release]
     progress: _containers.RepeatedCompositeFieldContainer[PlaceRequest.Progress]
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., asks: _Optional[_Iterable[_Union[PlaceRequest.Ask, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[int]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[PlaceRequest.Progress, _Mapping]]] = ...) -> None: ...
+    placed: _containers.RepeatedCompositeFieldContainer[PlaceRequest.Placed]
+    shares_known: int
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., asks: _Optional[_Iterable[_Union[PlaceRequest.Ask, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[int]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[PlaceRequest.Progress, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[PlaceRequest.Placed, _Mapping]]] = ..., shares_known: _Optional[int] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "running")
@@ -105,12 +118,49 @@ class Release(_message.Message):
     def __init__(self, lease: _Optional[int] = ..., outcome: _Optional[_Union[_types_pb2.Outcome, str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., kv_block_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
 
 class PlaceResponse(_message.Message):
-    __slots__ = ("placements", "fleet")
+    __slots__ = ("placements", "fleet", "shares")
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     placements: _containers.RepeatedCompositeFieldContainer[Placement]
     fleet: FleetView
-    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., fleet: _Optional[_Union[FleetView, _Mapping]] = ...) -> None: ...
+    shares: _containers.RepeatedCompositeFieldContainer[Share]
+    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., fleet: _Optional[_Union[FleetView, _Mapping]] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ...) -> None: ...
+
+class Share(_message.Message):
+    __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "decoding", "waiting", "grantor", "gone")
+    class Grantor(_message.Message):
+        __slots__ = ("worker_id", "instance_id", "address", "pool")
+        WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+        INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+        ADDRESS_FIELD_NUMBER: _ClassVar[int]
+        POOL_FIELD_NUMBER: _ClassVar[int]
+        worker_id: str
+        instance_id: str
+        address: str
+        pool: str
+        def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DECODING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    GRANTOR_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    worker: int
+    choices: int
+    kv_tokens: int
+    pending_prefill_ms: float
+    prefill_ms_per_token: float
+    decoding: int
+    waiting: int
+    grantor: Share.Grantor
+    gone: bool
+    def __init__(self, number: _Optional[int] = ..., worker: _Optional[int] = ..., choices: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pending_prefill_ms: _Optional[float] = ..., prefill_ms_per_token: _Optional[float] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., grantor: _Optional[_Union[Share.Grantor, _Mapping]] = ..., gone: bool = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("ask", "grant", "queued", "rejected")

@@ -57,6 +57,7 @@ class SchedulerServiceServicer(object):
     def Place(self, request_iterator, context):
         """"Who runs it, and when?" One stream for each router, held open; every message carries whatever is ready.
         Each Ask gets at most one Queued (again when its place changes much) and exactly one Grant or Rejected.
+        While nothing waits, the router holds Shares of workers' room and places within them without asking.
         The stream ends with UNAVAILABLE when the scheduler stops; asks without an answer may be asked again on the next stream,
         and running leases are announced again in its hello. Leases of a router that does not come back expire.
         """

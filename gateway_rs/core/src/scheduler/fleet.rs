@@ -123,17 +123,27 @@ impl Held {
 
 /// KV that a request is expected to take.
 pub fn kv_tokens(ask: &Ask) -> u64 {
-    let expected = if ask.expected_output_tokens > 0 {
-        ask.expected_output_tokens
+    expected_kv_tokens(
+        ask.prompt_tokens,
+        ask.choices,
+        ask.max_tokens,
+        ask.expected_output_tokens,
+    )
+}
+
+/// KV that a prompt and its answers are expected to take; 0 = not said.
+pub fn expected_kv_tokens(prompt_tokens: u32, choices: u32, max_tokens: u32, expected_output_tokens: u32) -> u64 {
+    let expected = if expected_output_tokens > 0 {
+        expected_output_tokens
     } else {
         ANSWER_KV_TOKENS
     };
-    let answer = if ask.max_tokens > 0 {
-        ask.max_tokens.min(expected)
+    let answer = if max_tokens > 0 {
+        max_tokens.min(expected)
     } else {
         expected
     };
-    u64::from(ask.prompt_tokens) + u64::from(ask.choices) * u64::from(answer)
+    u64::from(prompt_tokens) + u64::from(choices) * u64::from(answer)
 }
 
 /// One instance of a worker, as believed.

@@ -5,6 +5,7 @@
 
 pub mod cache;
 pub mod scheduler;
+mod shares;
 pub mod worker;
 
 use std::{
@@ -41,6 +42,8 @@ struct Gathered<M> {
     first: Option<M>,
     /// Nothing but `first` is sent yet.
     held: bool,
+    /// What is there is the last.
+    closed: bool,
 }
 
 impl<M> Default for Outbox<M> {
@@ -52,6 +55,7 @@ impl<M> Default for Outbox<M> {
             connection: 0,
             first: None,
             held: false,
+            closed: false,
         }))
     }
 }
@@ -113,6 +117,23 @@ impl<M: Default> Outbox<M> {
         }
     }
 
+    /// Ends the stream after what has been added.
+    pub fn close(&self) {
+        let waker = {
+            let mut gathered = self.0.lock();
+            gathered.closed = true;
+            gathered.waker.take()
+        };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// Whether the stream was meant to end.
+    pub fn is_closed(&self) -> bool {
+        self.0.lock().closed
+    }
+
     /// Forgets everything that was not sent.
     pub fn clear(&self) {
         self.0.lock().messages.clear();
@@ -139,6 +160,9 @@ impl<M> Stream for Outgoing<M> {
         if !gathered.held {
             if let Some(message) = gathered.messages.pop_front() {
                 return Poll::Ready(Some(message));
+            }
+            if gathered.closed {
+                return Poll::Ready(None);
             }
         }
         gathered.waker = Some(context.waker().clone());

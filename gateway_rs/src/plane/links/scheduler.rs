@@ -1,5 +1,7 @@
 //! The link to the scheduler: "who runs it, and when?" One `Place` stream; asks, withdrawals and releases are gathered.
 //!
+//! While nothing waits, the scheduler lends room on workers (`shares.rs`), and requests are placed within it at once.
+//!
 //! When the stream breaks, running leases are announced again and unanswered asks are asked again on the next one. When the
 //! scheduler stays away, asks fail instead of waiting for ever.
 
@@ -12,22 +14,29 @@ use std::{
     time::{Duration, Instant},
 };
 
+use headrace_core::credits::Taken;
 use parking_lot::{Mutex, RwLock};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, Notify};
 
-use super::{channel, worker::Books, Backoff, Outbox, MAX_MESSAGE_BYTES};
+use super::{channel, shares::Shares, worker::Books, Backoff, Outbox, MAX_MESSAGE_BYTES};
 use crate::{
     error::{ApiError, ErrorCode},
     plane::tls::Tls,
     proto::{
-        fleet_view::Pool, place_request::Ask, placement::Answer, router_hello::RunningLease,
-        scheduler_service_client::SchedulerServiceClient, Grant, Outcome, PlaceRequest, PlaceResponse, Release,
-        RouterHello,
+        fleet_view::Pool,
+        place_request::{Ask, Placed},
+        placement::Answer,
+        router_hello::RunningLease,
+        scheduler_service_client::SchedulerServiceClient,
+        Grant, Outcome, PlaceRequest, PlaceResponse, Release, RouterHello, Share,
     },
 };
 
 /// So long asks wait for a scheduler that is away.
 const AWAY: Duration = Duration::from_secs(5);
+
+/// So long shares are used while the scheduler is away: less than it waits for a router (`scheduler.router_grace_s`).
+const SHARES_LAST: Duration = Duration::from_secs(3);
 
 /// This router's side of the `Place` stream.
 pub struct Scheduler {
@@ -39,6 +48,8 @@ pub struct Scheduler {
     state: Mutex<State>,
     fleet: RwLock<Arc<Fleet>>,
     connected: AtomicBool,
+    /// The stream has ended, and was meant to.
+    closed: Notify,
 }
 
 /// The pools by the names of their models: a pool may have thousands of workers, so requests share it.
@@ -47,9 +58,16 @@ pub type Fleet = HashMap<String, Arc<Pool>>;
 #[derive(Default)]
 struct State {
     asks: HashMap<u64, Waiting>,
-    leases: HashMap<u64, RunningLease>,
+    leases: HashMap<u64, Held>,
+    shares: Shares,
     /// Since when there is no connection; None while there is one.
     away_since: Option<Instant>,
+}
+
+/// A lease, as it is announced on the next stream, and the room of a share that it takes.
+struct Held {
+    running: RunningLease,
+    taken: Option<Taken>,
 }
 
 struct Waiting {
@@ -81,6 +99,7 @@ impl Scheduler {
             }),
             fleet: RwLock::default(),
             connected: AtomicBool::new(false),
+            closed: Notify::new(),
         });
         tokio::spawn(scheduler.clone().keep());
         scheduler
@@ -115,6 +134,9 @@ impl Scheduler {
         let (sender, receiver) = oneshot::channel();
         {
             let mut state = self.state.lock();
+            if let Some(placed) = self.place_within_shares(&mut state, &mut ask) {
+                return Ok(placed);
+            }
             if state.away_since.is_some_and(|since| since.elapsed() > AWAY) {
                 return Err(away());
             }
@@ -137,6 +159,42 @@ impl Scheduler {
         answer.unwrap_or_else(|_| Err(away()))
     }
 
+    /// Says what is left to say, ends the stream, and returns when the scheduler has read all of it (or is away).
+    pub async fn close(&self) {
+        self.outbox.close();
+        if self.is_connected() {
+            self.closed.notified().await;
+        }
+    }
+
+    /// Places it without asking, where there is room for it. What is placed is written down under the same lock by which
+    /// shares are taken in: the scheduler hears of it before it hears that a later share is known.
+    fn place_within_shares(self: &Arc<Self>, state: &mut State, ask: &mut Ask) -> Option<(Grant, Lease)> {
+        if state.away_since.is_some_and(|since| since.elapsed() > SHARES_LAST) {
+            return None;
+        }
+        let (grant, taken) = state.shares.place(ask)?;
+        let held = Held {
+            running: running(ask, &grant),
+            taken: Some(taken),
+        };
+        let placed = Placed {
+            lease: grant.lease,
+            worker: held.taken.as_ref().map_or(0, |taken| taken.worker),
+            ask: Some(std::mem::take(ask)),
+        };
+        let bytes = 128 + placed.ask.as_ref().map_or(0, |ask| ask.block_hashes.len() * 8);
+        state.leases.insert(grant.lease, held);
+        self.outbox.add(bytes, |message| message.placed.push(placed));
+        let lease = Lease {
+            scheduler: self.clone(),
+            id: grant.lease,
+            asked: Instant::now(),
+            released: false,
+        };
+        Some((grant, lease))
+    }
+
     async fn keep(self: Arc<Self>) {
         let mut backoff = Backoff::default();
         loop {
@@ -144,6 +202,10 @@ impl Scheduler {
                 log(&format!("scheduler {}: {reason}", self.address));
             }
             self.connected.store(false, Ordering::Relaxed);
+            if self.outbox.is_closed() {
+                self.closed.notify_one();
+                return;
+            }
             self.lost();
             backoff.wait().await;
         }
@@ -182,7 +244,8 @@ impl Scheduler {
 
     /// The first messages of a connection: what runs, and what is still asked.
     fn announce(&self, gathered: Vec<PlaceRequest>) -> Vec<PlaceRequest> {
-        let state = self.state.lock();
+        let mut state = self.state.lock();
+        state.shares.reset();
         let asks = state.asks.values().map(|waiting| Ask {
             time_left_ms: left_ms(waiting.deadline),
             ..waiting.ask.clone()
@@ -190,7 +253,7 @@ impl Scheduler {
         let first = PlaceRequest {
             hello: Some(RouterHello {
                 router_id: self.router_id.clone(),
-                running: state.leases.values().cloned().collect(),
+                running: state.leases.values().map(|held| held.running.clone()).collect(),
             }),
             asks: asks.collect(),
             releases: gathered.into_iter().flat_map(|message| message.releases).collect(),
@@ -203,6 +266,9 @@ impl Scheduler {
         if let Some(fleet) = response.fleet {
             let pools = fleet.pools.into_iter().map(|pool| (pool.name.clone(), Arc::new(pool)));
             *self.fleet.write() = Arc::new(pools.collect());
+        }
+        if !response.shares.is_empty() {
+            self.take_in(response.shares);
         }
         for placement in response.placements {
             match placement.answer {
@@ -217,6 +283,18 @@ impl Scheduler {
         }
     }
 
+    fn take_in(&self, shares: Vec<Share>) {
+        let mut state = self.state.lock();
+        let mut known = false;
+        for share in shares {
+            known |= state.shares.receive(share);
+        }
+        if known {
+            let number = state.shares.known();
+            self.outbox.add(16, |message| message.shares_known = number);
+        }
+    }
+
     fn granted(self: &Arc<Self>, ask: u64, grant: Grant) {
         let mut lease = Lease {
             scheduler: self.clone(),
@@ -228,15 +306,11 @@ impl Scheduler {
             let mut state = self.state.lock();
             let waiting = state.asks.remove(&ask);
             if let Some(waiting) = &waiting {
-                let running = RunningLease {
-                    lease: grant.lease,
-                    instance_id: grant.instance_id.clone(),
-                    request_id: waiting.ask.request_id.clone(),
-                    tenant: waiting.ask.tenant.clone(),
-                    prompt_tokens: waiting.ask.prompt_tokens,
-                    max_tokens: waiting.ask.max_tokens,
+                let held = Held {
+                    running: running(&waiting.ask, &grant),
+                    taken: None,
                 };
-                state.leases.insert(grant.lease, running);
+                state.leases.insert(grant.lease, held);
             }
             waiting.map(|waiting| waiting.answer)
         };
@@ -248,7 +322,12 @@ impl Scheduler {
     }
 
     fn give_back(&self, release: Release) {
-        self.state.lock().leases.remove(&release.lease);
+        let mut state = self.state.lock();
+        let taken = state.leases.remove(&release.lease).and_then(|held| held.taken);
+        if let Some(taken) = taken {
+            state.shares.give_back(taken);
+        }
+        drop(state);
         self.outbox.add(64, |message| message.releases.push(release));
     }
 }
@@ -303,6 +382,17 @@ impl Drop for Lease {
                 ..Release::default()
             });
         }
+    }
+}
+
+fn running(ask: &Ask, grant: &Grant) -> RunningLease {
+    RunningLease {
+        lease: grant.lease,
+        instance_id: grant.instance_id.clone(),
+        request_id: ask.request_id.clone(),
+        tenant: ask.tenant.clone(),
+        prompt_tokens: ask.prompt_tokens,
+        max_tokens: ask.max_tokens,
     }
 }
 
