@@ -224,7 +224,7 @@ class CostTable:
         """One of one's own. Raises ValueError."""
 
     def to_json(self) -> str: ...
-    def step_s(self, decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]] = ()) -> float:
+    def step_s(self, decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]] = ...) -> float:
         """Seconds that a step takes: sequences that decode, the tokens in their KV, and (tokens, tokens before them) of
         each prompt chunk."""
 
