@@ -220,6 +220,12 @@ class WorkerConfig:
     sim_step_ms_per_sequence: float = setting(
         0.1, "sim engine: added for each further sequence in the step", minimum=0.0
     )
+    sim_cost_table: str = setting(
+        "",
+        "sim engine: wait what this cost table says, as the simulator does, in place of the three above; "
+        "`headrace sim --gpu list` shows them; empty = none",
+        optional=True,
+    )
     sim_output_tokens: int = setting(0, "sim engine: ids before it ends an answer by itself; 0 = never", minimum=0)
 
 

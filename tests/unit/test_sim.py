@@ -16,6 +16,7 @@ from headrace import sim
 from headrace._gateway import CostTable, cost_tables
 from headrace.cli import app
 from headrace.errors import ConfigError, HeadraceError
+from headrace.worker.timing import Timing
 
 SMALL = {"requests": 300, "rate_per_s": 30}
 
@@ -120,6 +121,30 @@ def test_cost_tables_are_the_simulators() -> None:
     assert CostTable.parse(table.to_json()).step_s(3, 10) == table.step_s(3, 10)
     with pytest.raises(ValueError, match="abacus"):
         CostTable.named("abacus")
+
+
+def test_the_sim_engine_waits_what_the_simulator_adds() -> None:
+    table = CostTable.named("a100-llama3-8b")
+    timing = Timing(table=table)
+    assert timing.step(8, 1000, [(248, 512)]) == table.step_s(8, 1000, [(248, 512)])
+    # One request alone, in steps as the worker makes them: first token and end as the simulator has them.
+    alone = {"requests": 1, "sigma": 0, "prompt_tokens": 400, "shared_tokens": 0, "output_tokens": 9}
+    workload = sim.make_workload(alone, 1)
+    outcome = sim.run_one(workload, {"chunk": "300"})
+    clock_s = 0.0
+    for chunk in ((300, 0), (100, 300)):
+        clock_s += timing.step(0, 0, [chunk])
+    assert outcome.column("ttft_s") == [pytest.approx(clock_s)]
+    for said in range(1, 9):
+        clock_s += timing.step(1, 400 + said, [])
+    finished_s = outcome.column("finished_s")[0] - outcome.column("arrival_s")[0]
+    assert finished_s == pytest.approx(clock_s)
+
+
+def test_without_a_table_the_sim_engine_is_linear() -> None:
+    timing = Timing(prefill_tokens_per_s=1000.0, step_s=0.01, step_s_per_sequence=0.001)
+    assert timing.step(0, 0, [(50, 0), (50, 7)]) == pytest.approx(0.1)
+    assert timing.step(3, 900, []) == pytest.approx(0.012)
 
 
 def invoke(*arguments: str) -> tuple[int, str, Exception | None]:

@@ -334,25 +334,37 @@ impl CostModel {
         self.prefill_ms(new, cached).max(self.step_ms(&alone))
     }
 
-    /// The most prompt tokens that can be added to such a step while it takes at most `target_ms`, within `floor..=most`.
+    /// How many prompt tokens, within `floor..=most`, to add to such a step so that prompts are computed fastest while the
+    /// step takes at most `target_ms`.
     ///
-    /// The floor holds even when the step takes longer: prefill never stands still.
+    /// Mostly as many as the target allows, since they share the step's other work; but where a GPU computes a smaller
+    /// number at a better rate (kernels have steps of their own), that many. The floor holds even when the step takes
+    /// longer: prefill never stands still.
     #[must_use]
     pub fn chunk_tokens(&self, step: &Shape, cached: u32, target_ms: f64, floor: u32, most: u32) -> u32 {
         if floor >= most {
             return most;
         }
-        let fits = |tokens: u32| self.step_ms(&step.with_chunk(tokens, cached)) <= target_ms;
+        let ms = |tokens: u32| self.step_ms(&step.with_chunk(tokens, cached));
         let (mut low, mut high) = (floor, most);
         while low < high {
             let middle = high - (high - low) / 2;
-            if fits(middle) {
+            if ms(middle) <= target_ms {
                 low = middle;
             } else {
                 high = middle - 1;
             }
         }
-        low
+        let mut best = low;
+        let rate = |tokens: u32| f64::from(step.chunk_tokens + tokens) / ms(tokens).max(1e-9);
+        // Between its rows a table is linear, so nothing between them is better than both ends.
+        for &(row, _) in self.table.iter().flat_map(|table| &table.step_ms).rev() {
+            let tokens = row.saturating_sub(step.decodes + step.chunk_tokens);
+            if tokens >= floor && tokens < low && rate(tokens) > rate(best) {
+                best = tokens;
+            }
+        }
+        best
     }
 
     /// Learns from a step that the worker reports. A time that can't be one is not looked at.
@@ -494,14 +506,30 @@ mod tests {
     }
 
     #[test]
-    fn chunk_is_the_largest_that_keeps_the_step_in_time() {
+    fn chunk_is_what_computes_prompts_fastest_in_time() {
         let model = CostModel::new(Some(a100()));
+        let table = model.table().expect("given");
+        for (decodes, context, cached, target_ms) in [
+            (30, 60_000, 4000, 90.0),
+            (0, 0, 0, 90.0),
+            (200, 400_000, 0, 90.0),
+            (1, 9, 80_000, 90.0),
+        ] {
+            let step = Shape::decode(decodes, context);
+            let chunk = model.chunk_tokens(&step, cached, target_ms, 128, 8192);
+            let rate = |tokens: u32| f64::from(tokens) / model.step_ms(&step.with_chunk(tokens, cached));
+            let fits = |tokens: &u32| model.step_ms(&step.with_chunk(*tokens, cached)) <= target_ms;
+            let best = (128..8192).filter(fits).map(rate).fold(0.0, f64::max);
+            assert!(fits(&chunk), "{chunk}");
+            // Attention makes the rate curve a little between the rows.
+            assert!(rate(chunk) >= 0.99 * best, "{chunk}: {} < {best}", rate(chunk));
+        }
+        // 512 tokens take 34.8 ms and 1,024 take 75.6: alone, the smaller chunk is better; with much to share, the larger.
+        assert_eq!(model.chunk_tokens(&Shape::default(), 0, 90.0, 128, 8192), 512);
+        assert!(model.chunk_tokens(&Shape::decode(60, 300_000), 0, 90.0, 128, 8192) > 512);
+        assert!(table.linear_ms(1024) > 2.0 * table.linear_ms(512));
         let step = Shape::decode(30, 60_000);
-        let chunk = model.chunk_tokens(&step, 4000, 90.0, 128, 8192);
-        assert!(model.step_ms(&step.with_chunk(chunk, 4000)) <= 90.0);
-        assert!(model.step_ms(&step.with_chunk(chunk + 1, 4000)) > 90.0);
         assert_eq!(model.chunk_tokens(&step, 4000, 1.0, 128, 8192), 128, "the floor holds");
-        assert_eq!(model.chunk_tokens(&step, 4000, 1e9, 128, 8192), 8192);
         assert_eq!(model.chunk_tokens(&step, 4000, 1e9, 128, 50), 50);
     }
 

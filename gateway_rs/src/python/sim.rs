@@ -4,8 +4,6 @@
 use headrace_core::cost::{CostTable, Shape};
 use headrace_core::place::Policy;
 use headrace_core::scheduler::events::Class;
-use headrace_core::sim;
-use headrace_core::sim::direct::Direct;
 use headrace_core::sim::outcome::{Fate, Outcome, Record};
 use headrace_core::sim::settings::Settings;
 use headrace_core::sim::workload::{ServegenClient, Synthetic, Workload};
@@ -128,7 +126,6 @@ fn simulate(
 ) -> PyResult<PyOutcome> {
     let settings = Settings::parse(settings_json).map_err(wrong)?;
     let workload = &workload.get().0;
-    let (config, policy) = settings.check(workload.block_tokens).map_err(wrong)?;
     let mut stopped = None;
     let outcome = py.detach(|| {
         let mut on_progress = |ended: u64, all: u64| {
@@ -141,14 +138,9 @@ fn simulate(
             stopped = told.err();
             stopped.is_none()
         };
-        let tables = config.groups.iter().map(|group| group.engine.table.clone()).collect();
-        sim::run(
-            &config,
-            workload,
-            Direct::new(policy, config.seed, tables),
-            &mut on_progress,
-        )
+        settings.run(workload, &mut on_progress)
     });
+    let outcome = outcome.map_err(wrong)?;
     match (outcome, stopped) {
         (Some(outcome), _) => Ok(PyOutcome(outcome)),
         (None, Some(error)) => Err(error),

@@ -29,6 +29,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headrace import metrics, models, serving, tls, tracing
+from headrace._gateway import CostTable
 from headrace.config import Config, ModelConfig, WorkerConfig
 from headrace.errors import ConfigError, EngineError, error
 from headrace.serving import Outbox, Service, StreamError, exchange
@@ -601,12 +602,20 @@ def make_engine(config: WorkerConfig, model: ModelConfig, folder: models.ModelFo
             prefill_tokens_per_s=config.sim_prefill_tokens_per_s,
             step_s=config.sim_step_ms / 1000,
             step_s_per_sequence=config.sim_step_ms_per_sequence / 1000,
+            table=_cost_table(config.sim_cost_table) if config.sim_cost_table else None,
         )
         backend = SimBackend(sim_limits(config, folder), timing, folder, output_tokens=config.sim_output_tokens)
     else:
         raise ConfigError(f"worker.engine: 'llama_cpp' or 'sim', got {config.engine!r}")
     hash_blocks = block_namer(model.name, config.block_tokens) if config.prefix_cache else None
     return BatchLoop(backend, hash_blocks=hash_blocks, keep_prefixes=config.prefix_cache)
+
+
+def _cost_table(name: str) -> CostTable:
+    try:
+        return CostTable.named(name)
+    except ValueError as error:
+        raise ConfigError(f"worker.sim_cost_table: {error}") from error
 
 
 async def run(config: Config) -> None:

@@ -1,23 +1,38 @@
-"""What prefill and decode cost: one function, waited for by the sim engine and added to its clock by a simulator."""
+"""What prefill and decode cost in the sim engine, which waits for it.
+
+Linear by default, for tests of the mesh that need no GPU's figures; or by a cost table, and then by the same Rust code
+as the simulator, so that a live mesh of sim workers and a simulated one take the same time for the same steps.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from headrace._gateway import CostTable
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A worker's speed. Linear: prefill by prompt tokens, a decoding step by its sequences."""
+    """A worker's speed: prefill by prompt tokens, a decoding step by its sequences; or a table's."""
 
     prefill_tokens_per_s: float = 8000.0
     #: A decoding step of one sequence.
     step_s: float = 0.010
     #: For each further sequence in the step.
     step_s_per_sequence: float = 0.0001
+    #: In place of all these.
+    table: CostTable | None = None
 
-    def step(self, prefill_tokens: int, decode_sequences: int) -> float:
-        """Seconds that a step with so many prompt tokens and decoding sequences takes."""
-        prefill_s = prefill_tokens / self.prefill_tokens_per_s
-        if decode_sequences == 0:
+    def step(self, decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
+        """Seconds that a step takes.
+
+        It has so many decoding sequences with so many tokens in their KV, and chunks of prompts: (tokens, tokens of the
+        same prompt before them).
+        """
+        if self.table is not None:
+            return self.table.step_s(decodes, context_tokens, chunks)
+        prefill_s = sum(tokens for tokens, _ in chunks) / self.prefill_tokens_per_s
+        if decodes == 0:
             return prefill_s
-        return prefill_s + self.step_s + self.step_s_per_sequence * (decode_sequences - 1)
+        return prefill_s + self.step_s + self.step_s_per_sequence * (decodes - 1)

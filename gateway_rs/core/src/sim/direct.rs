@@ -90,11 +90,17 @@ impl Direct {
                     .find(|each| Link::from(each.worker) == worker.link)
                     .map_or(0, |each| each.blocks);
                 let hit_tokens = (blocks * worker.block_tokens).min(ask.prompt_tokens.saturating_sub(1));
-                // What the worker has computed of them since, as far as it says.
+                // What the worker has computed of them since, as far as it says: of one prompt from its start, mostly, and the
+                // beginning of a prompt costs less than its end.
                 let pending_tokens = worker.load.waiting_prompt_tokens + worker.load.running_prompt_tokens;
-                let left = (pending_tokens as f64 / worker.prefill_tokens.max(1) as f64).min(1.0);
+                let done_tokens = worker.prefill_tokens.saturating_sub(pending_tokens);
+                let done_ms = worker
+                    .cost
+                    .prefill_ms(u32::try_from(done_tokens).unwrap_or(u32::MAX), 0);
+                let least_ms =
+                    worker.cost.prefill_ms(BLOCK_TOKENS, 0) / f64::from(BLOCK_TOKENS) * pending_tokens as f64;
                 Candidate {
-                    pending_prefill_ms: worker.prefill_ms * left,
+                    pending_prefill_ms: (worker.prefill_ms - done_ms).max(least_ms),
                     pending_prefill_tokens: worker.prefill_tokens.min(pending_tokens),
                     prefill_ms: worker.cost.prefill_ms(ask.prompt_tokens - hit_tokens, hit_tokens),
                     hit_tokens,

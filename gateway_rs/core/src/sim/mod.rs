@@ -27,6 +27,7 @@ use crate::scheduler::actions::Action;
 use crate::scheduler::events::{
     Ask, BlockChange, Books, Description, Event, LeaseId, Link, Load, Outcome as Ending, WorkerHello, WorkerState,
 };
+use crate::scheduler::Core;
 
 /// What decides in a simulation.
 pub trait Scheduler {
@@ -34,6 +35,16 @@ pub trait Scheduler {
     fn step(&mut self, now_s: f64, event: Event, actions: &mut Vec<Action>);
     /// As of the live core.
     fn next_wakeup(&self) -> Option<f64>;
+}
+
+impl Scheduler for Core {
+    fn step(&mut self, now_s: f64, event: Event, actions: &mut Vec<Action>) {
+        Core::step(self, now_s, event, actions);
+    }
+
+    fn next_wakeup(&self) -> Option<f64> {
+        Core::next_wakeup(self)
+    }
 }
 
 /// Workers that are alike.
@@ -112,6 +123,7 @@ enum What {
         instance: u64,
         events: Vec<Event>,
     },
+    Tell(Box<Event>),
     Fail(u32),
     Restart(u32),
     Wake,
@@ -221,6 +233,7 @@ struct Run<'a, S> {
     said: Vec<Said>,
     /// Workers whose state the scheduler doesn't know.
     dirty: Vec<u32>,
+    heartbeat_s: f64,
 }
 
 impl<'a, S: Scheduler> Run<'a, S> {
@@ -256,6 +269,7 @@ impl<'a, S: Scheduler> Run<'a, S> {
             actions: Vec::new(),
             said: Vec::new(),
             dirty: Vec::new(),
+            heartbeat_s: f64::INFINITY,
         }
     }
 
@@ -342,6 +356,16 @@ impl<'a, S: Scheduler> Run<'a, S> {
         }
     }
 
+    /// Without staleness a worker reports what changes; a scheduler that listens for silence hears from it besides.
+    fn expect_heartbeats(&mut self, link: Link, heartbeat_ms: u32) {
+        self.heartbeat_s = f64::from(heartbeat_ms.max(1)) / 1000.0;
+        let Some(&worker) = self.by_link.get(&link).filter(|_| self.config.staleness_s <= 0.0) else {
+            return;
+        };
+        let instance = self.workers[worker as usize].instance;
+        self.plan(self.now_s + self.heartbeat_s, What::Report { worker, instance });
+    }
+
     fn handle(&mut self, what: What) {
         match what {
             What::Arrive(number) => {
@@ -360,16 +384,15 @@ impl<'a, S: Scheduler> Run<'a, S> {
                 if self.workers[worker as usize].instance == instance {
                     let events = self.report(worker);
                     let (age_s, now_s) = (self.config.staleness_s, self.now_s);
-                    // Between half and one and a half times as old.
-                    self.plan(
-                        now_s + age_s / 2.0,
-                        What::Deliver {
-                            worker,
-                            instance,
-                            events,
-                        },
-                    );
-                    self.plan(now_s + age_s, What::Report { worker, instance });
+                    // What is known is between half and one and a half times as old.
+                    let deliver = What::Deliver {
+                        worker,
+                        instance,
+                        events,
+                    };
+                    self.plan(now_s + age_s / 2.0, deliver);
+                    let pause_s = if age_s > 0.0 { age_s } else { self.heartbeat_s };
+                    self.plan(now_s + pause_s, What::Report { worker, instance });
                 }
             }
             What::Deliver {
@@ -381,6 +404,7 @@ impl<'a, S: Scheduler> Run<'a, S> {
                     events.into_iter().for_each(|event| self.tell(event));
                 }
             }
+            What::Tell(event) => self.tell(*event),
             What::Fail(number) => self.fail(number),
             What::Restart(worker) => self.join(worker),
             What::Wake => {
@@ -514,15 +538,21 @@ impl<'a, S: Scheduler> Run<'a, S> {
                     self.workers[worker as usize].engine.set_chunk(chunk_tokens);
                 }
             }
+            Action::Welcomed { link, heartbeat_ms } => self.expect_heartbeats(link, heartbeat_ms),
+            // This router asks for every request, so that the scheduler's decisions are what is simulated.
+            Action::Lent { share, .. } => {
+                let event = Event::KnowsShares {
+                    link: ROUTER,
+                    number: share.number,
+                };
+                self.plan(self.now_s, What::Tell(Box::new(event)));
+            }
             Action::Preempt { link, lease } => self.set_aside(link, lease, true),
             Action::Resume { link, lease } => self.set_aside(link, lease, false),
             Action::Waits { .. }
-            | Action::Welcomed { .. }
             | Action::JoinRefused { .. }
             | Action::WorkerDropped { .. }
             | Action::RouterDropped { .. }
-            // Nothing is lent here: the policy is what is simulated.
-            | Action::Lent { .. }
             | Action::News { .. }
             | Action::Unlent { .. }
             | Action::FleetChanged => {}
@@ -688,6 +718,22 @@ mod tests {
     use super::settings::Settings;
     use super::workload::{Request, Synthetic};
     use super::*;
+
+    #[test]
+    fn the_live_core_serves_a_simulated_mesh() {
+        let workload = made_up(2000, 40.0);
+        let settings =
+            Settings::parse(r#"{"shed": false, "faults": [[5, 0, 4], [12, 1, 4]], "groups": [{"workers": 4}]}"#);
+        let (config, _) = settings.expect("settings").check(64).expect("sound");
+        let run = || {
+            let core = Core::new(crate::scheduler::Policy::default(), 1, 0.0, 1);
+            run(&config, &workload, core, &mut |_, _| true).expect("not stopped")
+        };
+        let (outcome, again) = (run(), run());
+        let summary = outcome.summary(|_| true);
+        assert_eq!((summary.finished, summary.rejected), (2000, 0));
+        assert!(summary == again.summary(|_| true));
+    }
 
     fn simulated(json: &str, workload: &Workload) -> Outcome {
         let settings = Settings::parse(json).expect("settings");

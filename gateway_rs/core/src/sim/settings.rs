@@ -4,10 +4,14 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
+use super::direct::Direct;
 use super::engine::{Chunk, EngineConfig, Order, HOST_BLOCK_MS};
-use super::{Config, Fault, Group};
+use super::outcome::Outcome;
+use super::workload::Workload;
+use super::{Config, Fault, Group, OnProgress};
 use crate::cost::{CostTable, TableError};
 use crate::place::{Policy, UnknownPolicy};
+use crate::scheduler::{self, Core};
 
 /// Settings that can't be run.
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +83,9 @@ impl Default for GroupSettings {
 pub struct Settings {
     /// Who serves.
     pub groups: Vec<GroupSettings>,
-    /// The placement rule.
+    /// Who decides: `core`, the live service's, or `direct`, which places each request when it comes.
+    pub scheduler: String,
+    /// The placement rule of `direct`.
     pub policy: String,
     /// `fcfs`, `edf`, `sjf` or `shortest_output`.
     pub order: String,
@@ -111,6 +117,7 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             groups: vec![GroupSettings::default()],
+            scheduler: "direct".to_owned(),
             policy: Policy::default().to_string(),
             order: "edf".to_owned(),
             chunk: "dynamic".to_owned(),
@@ -142,6 +149,9 @@ impl Settings {
     /// # Errors
     /// The first value that can't be run.
     pub fn check(&self, block_tokens: u32) -> Result<(Config, Policy), SettingsError> {
+        if !["core", "direct"].contains(&self.scheduler.as_str()) {
+            return Err(range("scheduler", "core or direct", &self.scheduler));
+        }
         let positive = |field, value: f64| in_range(field, "a number above 0", value, |value| value > 0.0);
         let natural = |field, value: f64| in_range(field, "a number, 0 or above", value, |value| value >= 0.0);
         positive("speed", self.speed)?;
@@ -183,6 +193,29 @@ impl Settings {
             seed: self.seed,
         };
         Ok((config, self.policy.parse()?))
+    }
+
+    /// Runs a workload with the scheduler that the settings name; see [`super::run`].
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub fn run(&self, workload: &Workload, progress: OnProgress<'_>) -> Result<Option<Outcome>, SettingsError> {
+        let (config, policy) = self.check(workload.block_tokens)?;
+        if self.scheduler == "core" {
+            let core = Core::new(scheduler::Policy::default(), self.seed, 0.0, 1);
+            return Ok(super::run(&config, workload, core, progress));
+        }
+        let tables = config
+            .groups
+            .iter()
+            .map(|group| Arc::clone(&group.engine.table))
+            .collect();
+        Ok(super::run(
+            &config,
+            workload,
+            Direct::new(policy, self.seed, tables),
+            progress,
+        ))
     }
 
     fn group(&self, group: &GroupSettings, block_tokens: u32) -> Result<Group, SettingsError> {
@@ -274,6 +307,7 @@ mod tests {
         assert_eq!(error("{}"), "");
         for (json, words) in [
             (r#"{"speed": 0}"#, ["speed", "above 0", "is 0"]),
+            (r#"{"scheduler": "dice"}"#, ["scheduler", "core or direct", "dice"]),
             (r#"{"order": "lifo"}"#, ["order", "fcfs", "lifo"]),
             (r#"{"chunk": "12"}"#, ["chunk", "max_batch", "12"]),
             (r#"{"policy": "best"}"#, ["policy", "lmetric", "best"]),

@@ -116,7 +116,9 @@ class SimBackend:
 
     def execute(self, step: Step) -> Drawn:
         """Waits, then draws."""
-        duration = self._timing.step(step.prefill_tokens, len(step.decodes))
+        decoding = sum(len(sequence.ids) for sequence in step.decodes)
+        chunks = [(chunk.count, chunk.start) for chunk in step.chunks]
+        duration = self._timing.step(len(step.decodes), decoding, chunks)
         if duration > 0 and self._wait(duration):
             self._broken_off.clear()
             raise Interrupted
