@@ -116,10 +116,12 @@ impl<'a> Disguise<'a> {
     }
 
     fn string(&self, string: &str, extent: Extent) -> String {
+        // A template may trim it, and then its end is there.
+        let trimmed = string.trim_end();
         string
             .char_indices()
             .map(|(at, c)| match self.twins.get(&c) {
-                Some(twin) if extent == Extent::Characters || self.specials.begins_at(string, at) => *twin,
+                Some(twin) if extent == Extent::Characters || self.specials.begins_at(trimmed, at) => *twin,
                 _ => c,
             })
             .collect()

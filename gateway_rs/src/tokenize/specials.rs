@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use aho_corasick::AhoCorasick;
+use aho_corasick::{AhoCorasick, Anchored, Input, StartKind};
 
 /// Which special tokens are looked for in a text.
 #[derive(Clone, Copy, Debug)]
@@ -36,8 +36,10 @@ impl Specials<'_> {
 pub struct SpecialTexts {
     /// Sorted.
     texts: Vec<String>,
+    /// Their bytes from the last to the first, sorted.
+    reversed: Vec<Vec<u8>>,
     automaton: Option<AhoCorasick>,
-    /// All texts, each between two [`SpecialTexts::BORDER`]s.
+    /// All texts, with [`SpecialTexts::BORDER`] between.
     joined: String,
     longest: usize,
     first_bytes: [bool; 256],
@@ -53,21 +55,22 @@ impl SpecialTexts {
             .filter(|text| !text.is_empty() && !text.contains(Self::BORDER))
             .collect();
         texts.sort_unstable();
-        let mut joined = String::from(Self::BORDER);
+        let mut reversed: Vec<Vec<u8>> = texts.iter().map(|text| text.bytes().rev().collect()).collect();
+        reversed.sort_unstable();
         let (mut first_bytes, mut last_bytes) = ([false; 256], [false; 256]);
         for text in &texts {
-            joined.push_str(text);
-            joined.push(Self::BORDER);
             if let ([first, ..], [.., last]) = (text.as_bytes(), text.as_bytes()) {
                 first_bytes[usize::from(*first)] = true;
                 last_bytes[usize::from(*last)] = true;
             }
         }
+        let automaton = AhoCorasick::builder().start_kind(StartKind::Both).build(&texts);
         Self {
-            automaton: (!texts.is_empty()).then(|| AhoCorasick::new(&texts).ok()).flatten(),
+            automaton: automaton.ok().filter(|_| !texts.is_empty()),
             longest: texts.iter().map(String::len).max().unwrap_or(0),
+            joined: texts.join(&Self::BORDER.to_string()),
             texts,
-            joined,
+            reversed,
             first_bytes,
             last_bytes,
         }
@@ -90,7 +93,8 @@ impl SpecialTexts {
         automaton.is_some_and(|automaton| automaton.is_match(string) || self.may_begin(string))
     }
 
-    /// Whether a special token's text begins at `at` in `string`, or might, if more followed.
+    /// Whether a special token's text begins at `at` in `string`, which has no white space at its end, or might, if more
+    /// followed. Costs no more than the longest of the texts.
     pub(crate) fn begins_at(&self, string: &str, at: usize) -> bool {
         let Some(rest) = string.get(at..) else { return false };
         if !rest
@@ -100,21 +104,16 @@ impl SpecialTexts {
         {
             return false;
         }
-        let rest = rest.trim_end();
-        let cut = rest.len() < self.longest
-            && self
-                .texts
-                .get(self.place(rest))
-                .is_some_and(|text| text.starts_with(rest));
-        // Of the texts that `rest` may begin with, each is a prefix of those between it and `rest`; few begin alike.
-        cut || (1..=rest.len().min(self.longest))
-            .filter_map(|len| rest.get(..len))
-            .any(|start| self.texts.get(self.place(start)).is_some_and(|text| text == start))
-    }
-
-    /// The number of texts less than `text`.
-    fn place(&self, text: &str) -> usize {
-        self.texts.partition_point(|other| other.as_str() < text)
+        if rest.len() < self.longest {
+            let place = self.texts.partition_point(|text| text.as_str() < rest);
+            if self.texts.get(place).is_some_and(|text| text.starts_with(rest)) {
+                return true;
+            }
+        }
+        let input = Input::new(rest).anchored(Anchored::Yes);
+        self.automaton
+            .as_ref()
+            .is_some_and(|automaton| automaton.find(input).is_some())
     }
 
     /// Whether the end of `string` may begin a special token's text that something else completes.
@@ -127,17 +126,21 @@ impl SpecialTexts {
     /// Whether the start of `string`, or all of it, may continue a special token's text that something else began.
     fn may_complete(&self, string: &str) -> bool {
         let whole = string.trim_end();
-        let within = |part: &str| !part.is_empty() && !part.contains(Self::BORDER) && self.joined.contains(part);
-        if whole.len() < self.longest && within(whole) {
+        if !whole.is_empty()
+            && whole.len() < self.longest
+            && !whole.contains(Self::BORDER)
+            && self.joined.contains(whole)
+        {
             return true;
         }
-        string
-            .bytes()
-            .take(self.longest)
-            .enumerate()
-            .filter(|(_, byte)| self.last_bytes[usize::from(*byte)])
-            .filter_map(|(at, _)| string.get(..=at))
-            .any(|start| !start.contains(Self::BORDER) && self.joined.contains(&format!("{start}{}", Self::BORDER)))
+        let start = &string.as_bytes()[..string.len().min(self.longest)];
+        (0..start.len())
+            .filter(|last| self.last_bytes[usize::from(start[*last])])
+            .any(|last| {
+                let end: Vec<u8> = start[..=last].iter().rev().copied().collect();
+                let place = self.reversed.partition_point(|text| *text < end);
+                self.reversed.get(place).is_some_and(|text| text.starts_with(&end))
+            })
     }
 }
 

@@ -31,8 +31,8 @@ pub(crate) enum Prefix {
 
 /// Where a model's texts may be cut.
 pub(crate) struct Units {
-    /// By the first of two ASCII characters, those that it may be joined with: bit n for character n.
-    ascii: Box<[u128; 128]>,
+    /// For two ASCII characters whether they may be joined: bit n, over two words, of the first's for character n.
+    ascii: Box<[u64; 256]>,
     /// The same for pairs with other characters: bits by hash, set for all pairs that may be joined and some others.
     others: Box<[u64]>,
     shift: u32,
@@ -49,7 +49,7 @@ impl Units {
         // One bit in sixteen at most is set, so hardly a cut is missed.
         let words = (wide / 4).next_power_of_two().max(2);
         let mut units = Self {
-            ascii: Box::new([0; 128]),
+            ascii: Box::new([0; 256]),
             others: vec![0; words].into_boxed_slice(),
             shift: 64 - (words * 64).trailing_zeros(),
             before_spaces,
@@ -61,7 +61,7 @@ impl Units {
             }
             let (a, b) = (u32::from(*a), u32::from(*b));
             if a < 0x80 && b < 0x80 {
-                units.ascii[a as usize] |= 1 << b;
+                units.ascii[(a << 1 | b >> 6) as usize] |= 1 << (b & 63);
             } else {
                 let bit = units.bit(a, b);
                 units.others[bit / 64] |= 1 << (bit % 64);
@@ -150,7 +150,7 @@ impl Units {
             }
             let (next, len) = character(bytes, at);
             let joined = if previous < 0x80 && next < 0x80 {
-                self.ascii[previous as usize] >> next & 1 != 0
+                self.ascii[(previous << 1 | next >> 6) as usize & 255] >> (next & 63) & 1 != 0
             } else {
                 let bit = self.bit(previous, next);
                 self.others[bit / 64] >> (bit % 64) & 1 != 0 && !(self.before_spaces && next == u32::from(b' '))
