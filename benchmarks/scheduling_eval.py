@@ -1,7 +1,7 @@
 """The scheduler's claims on public traces, in simulation: fidelity, placement, chunks, overload, closed loop, failures.
 
-    python benchmarks/scheduling_eval.py --traces FOLDER            # five seeds; some twenty minutes on two cores
-    python benchmarks/scheduling_eval.py --traces FOLDER --short    # two seeds, the main cases; two minutes
+    python benchmarks/scheduling_eval.py --traces FOLDER            # five seeds; most of an hour on two cores
+    python benchmarks/scheduling_eval.py --traces FOLDER --short    # two seeds, the main cases; minutes
     python benchmarks/scheduling_eval.py --traces FOLDER --only fidelity,placement --json
 
 FOLDER holds mooncake/, azure2023/, servegen/ and vllm-measured/ as their projects publish them (names in the code
