@@ -15,7 +15,6 @@ from typing import Any
 
 from headrace import _gateway
 from headrace._gateway import StreamDecoder
-from headrace.memory import release_freed
 
 __all__ = ["StreamDecoder", "Tokenizer"]
 
@@ -45,9 +44,7 @@ class Tokenizer:
         Raises FileNotFoundError or OSError when the file can't be read, ValueError when it or the template is unusable.
         """
         template = None if chat_template is None else _gateway.ChatTemplate(chat_template, bos_token, eos_token)
-        tokenizer = _gateway.Tokenizer.from_file(path)
-        release_freed()
-        return cls(tokenizer, template)
+        return cls(_gateway.Tokenizer.from_file(path), template)
 
     @classmethod
     def from_folder(cls, folder: str | PathLike[str]) -> Tokenizer:

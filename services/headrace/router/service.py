@@ -16,7 +16,6 @@ from headrace import models
 from headrace._gateway import Router
 from headrace.config import Config
 from headrace.errors import ConfigError
-from headrace.memory import release_freed
 from headrace.serving import StopSignals, configure_logging, print_ready
 
 
@@ -28,7 +27,6 @@ async def run(config: Config) -> None:
             router = await asyncio.to_thread(Router.start, plane_config(config))
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        await asyncio.to_thread(release_freed)
         try:
             print_ready("router", http=router.http_address, grpc=router.grpc_address)
             await signals.stopping.wait()
