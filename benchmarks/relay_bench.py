@@ -22,15 +22,17 @@ shared machine, and best as a ratio to another way's in the same run. Latencies 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import resource
 import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,8 @@ class Case:
     phases: int = 1
     prompt_bytes: int = 0
     temperature: float = 1.0
+    #: Connections that are open and silent meanwhile, after one request each.
+    idle: int = 0
     #: All requests have one seed, so that at temperature 0 they are one question.
     one_question: bool = False
     #: What the row is about: "token", "request" or "prompt".
@@ -77,6 +81,7 @@ CASES = {
     "stream32": Case("32 streams, 20 ms apart", 32, 128, 100, 20),
     "stream1000": Case("1,000 streams, 100 ms apart, one engine", 1000, 1000, 60, 100),
     "stream1000x20": Case("1,000 streams, 100 ms apart, 20 engines", 1000, 1000, 60, 100, phases=20),
+    "idle10000": Case("2,000 streams, 100 ms apart, beside 10,000 idle connections", 2000, 2000, 40, 100, idle=10_000),
     "burst32": Case("32 streams, 16 tokens a frame, as fast as read", 32, 2048, 512, 0, tokens_per_frame=16),
     "request32": Case("one-token requests, 60 B prompt", 32, 8000, 1, 0, unit="request"),
     "cacheable32": Case(
@@ -278,10 +283,13 @@ class Bench:
 
     def measure(self, way: str, case: Case) -> dict[str, Any]:
         """One case by one way."""
-        began_s = time.monotonic()
-        with self.mesh.spent() as spent:
-            report, stamps = self.client(way, case)
-        took_s = time.monotonic() - began_s
+        overflows = listen_overflows()
+        with idle_connections(self.addresses["http" if way == "grpc" else way], case.idle):
+            began_s = time.monotonic()
+            with self.mesh.spent() as spent:
+                report, stamps = self.client(way, case)
+            took_s = time.monotonic() - began_s
+            rss_mb = {name: process.rss_mb() for name, process in self.mesh.processes.items()}
         sent = self.mesh.folder / "mock.stamps"
         self.mock.tell(f"dump {sent}")
         count = max(1, report["tokens"] if case.unit == "token" else report["requests"])
@@ -299,9 +307,42 @@ class Bench:
             "per_s": count / report["wall_s"],
             "cpu_us": cpu_us,
             "relay_cpu_us": cpu_us[WAYS[way].process],
-            "rss_mb": {name: process.rss_mb() for name, process in self.mesh.processes.items()},
+            "rss_mb": rss_mb,
+            "listen_overflows": listen_overflows() - overflows,
             **latencies(read_stamps(stamps), read_stamps(sent)),
         }
+
+
+@contextlib.contextmanager
+def idle_connections(address: str, count: int) -> Iterator[None]:
+    """So many that have had one answer and say no more. Raises BenchError when one is refused or gets none."""
+    host, port = address.rsplit(":", 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count + 100:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    connections: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            connection = socket.create_connection((host, int(port)), timeout=10)
+            connections.append(connection)
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        for number, connection in enumerate(connections):
+            if not connection.recv(4096).startswith(b"HTTP/1.1 "):
+                raise BenchError(f"connection {number} of {count} was not answered")
+        yield
+    except OSError as error:
+        raise BenchError(f"connection {len(connections)} of {count}: {error}") from error
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def listen_overflows() -> int:
+    """Connections of this machine that met a full accept queue, since it was started."""
+    names, values = (
+        line.split() for line in Path("/proc/net/netstat").read_text().splitlines() if line.startswith("TcpExt:")
+    )
+    return int(values[names.index("ListenOverflows")])
 
 
 def read_stamps(file: Path) -> dict[int, list[int]]:
@@ -414,6 +455,7 @@ def show(name: str, row: dict[str, Any]) -> None:
         f" (scheduler {cpu['scheduler']:6.1f}, cache {cpu['cache']:6.1f}, mock {cpu['mock']:6.2f})"
         f"  TTFT us {first}  token path us {path}"
         f"  {row['rss_mb'][WAYS[row['way']].process]:4.0f} MB"
+        + (f"  LISTEN OVERFLOWS {row['listen_overflows']}" if row["listen_overflows"] else "")
         + (f"  FAILED {row['failed']}: {row['failures']}" if row["failed"] else ""),
         flush=True,
     )

@@ -21,7 +21,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream},
     runtime::Runtime,
-    task::JoinHandle,
+    task::{unconstrained, JoinHandle},
 };
 use tokio_stream::StreamExt as _;
 use tokio_util::sync::CancellationToken;
@@ -93,9 +93,16 @@ impl Server {
         let (http_address, grpc_address) = (address(&http)?, address(&grpc)?);
         let plane = Plane::start(config, models, tls.clone(), Compute::new(&computing))?;
         let closing = CancellationToken::new();
+        // A turn takes all that wait to be accepted: in turns of a bounded length a burst of clients, each of whom at once
+        // has a task of its own before the next turn, fills the queue.
         let servers = vec![
-            tokio::spawn(serve_http(plane.clone(), http, doors.clone(), closing.clone())),
-            tokio::spawn(grpc::serve(plane.clone(), grpc, doors, closing.clone())),
+            tokio::spawn(unconstrained(serve_http(
+                plane.clone(),
+                http,
+                doors.clone(),
+                closing.clone(),
+            ))),
+            tokio::spawn(unconstrained(grpc::serve(plane.clone(), grpc, doors, closing.clone()))),
         ];
         if let Some(tls) = tls {
             // Ends with the runtime.

@@ -7,9 +7,11 @@ ready line (``serving.py``), the models' files (``models.py``).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
+import resource
 import socket
 
 from headrace import models
@@ -22,6 +24,7 @@ from headrace.serving import StopSignals, configure_logging, print_ready
 async def run(config: Config) -> None:
     """Serve until told to stop. Raises ConfigError when a setting is wrong or a port is taken."""
     configure_logging(config.telemetry)
+    allow_connections()
     with StopSignals() as signals:
         try:
             router = await asyncio.to_thread(Router.start, plane_config(config))
@@ -33,6 +36,14 @@ async def run(config: Config) -> None:
             await asyncio.to_thread(router.drain)
         finally:
             await asyncio.to_thread(router.stop)
+
+
+def allow_connections() -> None:
+    """Take as many descriptors as this process may: each connection is one, and shells often begin with 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Systems without an upper bound still refuse what is beyond their own; then the limit stays as it is.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def plane_config(config: Config) -> str:
