@@ -8,6 +8,7 @@ use std::{
     sync::Arc,
 };
 
+use headrace_core::cost::ModelError;
 use headrace_core::credits::{Outlook, Share};
 use headrace_core::scheduler::{
     actions::{Action, Grant, Reason, Refusal},
@@ -16,7 +17,7 @@ use headrace_core::scheduler::{
         WorkerHello, WorkerState,
     },
     fleet::{PoolView, Worker},
-    Core, Policy,
+    Core, Measures, Policy, Predictions,
 };
 use prost::Message;
 use serde::Serialize;
@@ -361,6 +362,14 @@ impl Scheduler {
                 ("lease_collision", oddities.lease_collision),
             ]
             .into(),
+            ttft: self.core.predictions(),
+            steps: (fleet.kinds.errors())
+                .map(|(kind, error)| {
+                    let ModelError { steps, median, p90 } = error;
+                    (kind, StepStats { steps, median, p90 })
+                })
+                .collect(),
+            measures: self.core.measures(),
             counts: &self.counts,
         };
         serde_json::to_string(&stats).unwrap_or_default()
@@ -380,7 +389,18 @@ struct Stats<'a> {
     routers: usize,
     pools: BTreeMap<&'a str, PoolStats<'a>>,
     oddities: BTreeMap<&'static str, u64>,
+    ttft: Predictions,
+    /// By kind of worker.
+    steps: BTreeMap<&'a str, StepStats>,
+    measures: Measures,
     counts: &'a Counts,
+}
+
+#[derive(Serialize)]
+struct StepStats {
+    steps: u64,
+    median: f64,
+    p90: f64,
 }
 
 #[derive(Serialize)]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace import _gateway
 from headrace.errors import ConfigError
 
 #: What an address is for: to listen on (port 0 = the system chooses), or to reach somebody at (a real port).
@@ -146,6 +147,44 @@ class SchedulerConfig:
         maximum=16.0,
     )
     credits: bool = setting(True, "lend routers room on workers while nothing waits, so that they place without asking")
+    placement: str = setting(
+        "marginal_delay", "rule by which a worker is chosen", choices=_gateway.placement_policies()
+    )
+    interactive_ttft_s: float = setting(
+        # Targets order the queue and size prompts' chunks; nothing is refused for missing its class's.
+        1.0,
+        "target of interactive requests for the first token",
+        minimum=0.001,
+    )
+    standard_ttft_s: float = setting(5.0, "target of standard requests for the first token", minimum=0.001)
+    batch_ttft_s: float = setting(60.0, "target of batch requests for the first token", minimum=0.001)
+    interactive_tpot_s: float = setting(0.2, "target of interactive requests between tokens", minimum=0.001)
+    standard_tpot_s: float = setting(0.5, "target of standard requests between tokens", minimum=0.001)
+    batch_tpot_s: float = setting(2.0, "target of batch requests between tokens", minimum=0.001)
+    dispatch_ahead_s: float = setting(
+        # Enough to hide the round trip and a step; what waits here can still be put in order, and moved.
+        0.1,
+        "a worker gets the next prompt when the ones it has need no longer than this",
+        minimum=0.0,
+    )
+    shed: bool = setting(
+        True, "refuse what cannot meet its own deadline or target any more, once predictions can be trusted"
+    )
+    preempt: bool = setting(True, "put batch requests aside for interactive ones that find no room")
+    min_chunk_tokens: int = setting(128, "fewest prompt tokens beside decoding that a worker is told", minimum=1)
+    max_chunk_tokens: int = setting(
+        8192, "most prompt tokens beside decoding that a worker is told; 0 = workers keep their own", minimum=0
+    )
+    prefill_share: float = setting(
+        0.0, "prefill that a pool is given, as a share of its workers' time; 0 = no limit", minimum=0.0, maximum=1.0
+    )
+    fair_quantum_tokens: int = setting(
+        # A few requests: less follows the shares more closely, more follows deadlines more closely.
+        16384,
+        "tokens that a tenant may be ahead of others that wait",
+        minimum=1,
+    )
+    tenant_weights: str = setting("", "shares of tenants, like 'gold=3,trial=0.5'; 1 for all others")
     drain_grace_s: float = setting(10.0, "time for streams to finish after SIGTERM", minimum=0.0)
 
 
@@ -364,6 +403,7 @@ def _check(config: Config) -> None:
         if not model.source:
             raise ConfigError(f"models[{index}].source: must not be empty")
     config.model(config.worker.model)
+    tenant_weights(config.scheduler.tenant_weights)
     worker = config.worker
     if worker.block_tokens > worker.kv_tokens:
         raise ConfigError(
@@ -389,6 +429,21 @@ def _check_tls(tls: TlsConfig) -> None:
         raise ConfigError(f"tls.{missing[0]}: must not be empty when another of {', '.join(files)} is set")
     if tls.client_certificates and not (tls.on and tls.doors):
         raise ConfigError("tls.client_certificates: needs TLS at the doors (tls.certificate and tls.doors)")
+
+
+def tenant_weights(text: str) -> dict[str, float]:
+    """Shares by tenant. Raises ConfigError."""
+    weights: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        tenant, equals, share = part.rpartition("=")
+        try:
+            weight = float(share)
+        except ValueError:
+            weight = math.nan
+        if not equals or not tenant or not (0.0 < weight < math.inf):
+            raise ConfigError(f"scheduler.tenant_weights: expected tenant=share with a share above 0, got {part!r}")
+        weights[tenant] = weight
+    return weights
 
 
 def _check_listeners(section: str, values: Any) -> None:

@@ -527,6 +527,7 @@ async def served(add: Callable[[Any, grpc.aio.Server], None], servicer: object) 
 async def test_joining_reporting_and_joining_again() -> None:
     scheduler = FakeScheduler()
     commands: list[scheduler_pb2.JoinResponse] = []
+    lost: list[bool] = []
     state = worker_pb2.WORKER_STATE_READY
     async with served(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, scheduler) as address:
         link = SchedulerLink(
@@ -534,6 +535,7 @@ async def test_joining_reporting_and_joining_again() -> None:
             lambda: scheduler_pb2.JoinHello(worker_id="w"),
             lambda: worker_pb2.Load(state=state),
             commands.append,
+            on_lost=lambda: lost.append(True),
         )
         task = asyncio.create_task(link.run())
         await _eventually(lambda: len(scheduler.loads) > 3, "heartbeats")
@@ -544,8 +546,30 @@ async def test_joining_reporting_and_joining_again() -> None:
         await _eventually(lambda: len(commands) == 1, "a command")
         scheduler.commands.put_nowait(None)
         await _eventually(lambda: len(scheduler.hellos) == 2, "a second hello")
+        assert lost == [True]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_request_is_put_aside_and_goes_on_as_told_or_when_nobody_is_left_to_tell() -> None:
+    async with a_worker(SLOW, slots=1) as worker:
+        router = worker.router()
+        await router.send(submit(1, lease=7, stopping=types_pb2.Stopping(max_tokens=150)))
+        await router.until(lambda: len(router.answers.get((1, 0), Answer()).ids) >= 2)
+        worker.service.on_command(scheduler_pb2.JoinResponse(preempt=scheduler_pb2.Preempt(lease=7)))
+        # Its slot is another's.
+        await router.send(submit(2, lease=8))
+        await router.ended(2)
+        said = len(router.answers[1, 0].ids)
+        assert said < 150
+        worker.service.on_command(scheduler_pb2.JoinResponse(resume=scheduler_pb2.Resume(lease=7)))
+        await router.until(lambda: len(router.answers[1, 0].ids) > said)
+        worker.service.on_command(scheduler_pb2.JoinResponse(preempt=scheduler_pb2.Preempt(lease=7)))
+        worker.service.on_command(scheduler_pb2.JoinResponse(preempt=scheduler_pb2.Preempt(lease=99)))
+        worker.service.on_scheduler_lost()
+        answer = await router.ended(1)
+        assert (len(answer.ids), answer.finish.outcome if answer.finish else None) == (150, LENGTH)
+        await worker.at_rest()
 
 
 async def _eventually(condition: Callable[[], bool], what: str) -> None:

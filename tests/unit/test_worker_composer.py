@@ -429,6 +429,41 @@ def test_memory_that_runs_out_pushes_out_the_youngest() -> None:
     world.check_rest()
 
 
+def test_what_is_put_aside_makes_room_and_goes_on_where_it_was() -> None:
+    world = World(limits(slots=1))
+    slow, quick = request(1, "abcdefgh", max_tokens=12), request(2, "xyz", max_tokens=2)
+    expected = alone(slow)
+    world.submit(slow)
+    for _ in range(5):
+        world.step()
+    said = len(world.answers[1, 0])
+    assert 0 < said < 12
+    world.composer.put_aside(1, world.now)
+    load = world.composer.load(0)
+    assert (load.running_requests, load.waiting_requests, load.kv_blocks_used) == (0, 0, 0)
+    world.submit(quick)
+    for _ in range(5):
+        world.step()
+    assert world.outcomes == {(2, 0): LENGTH}
+    assert len(world.answers[1, 0]) == said
+    world.composer.go_on(1)
+    world.run()
+    assert world.answers[1, 0] == expected[0]
+    world.check_rest()
+
+
+def test_what_is_put_aside_ends_at_its_deadline_and_with_its_router() -> None:
+    world = World(limits(slots=1))
+    world.submit(request(1, "abc", deadline_s=5.0))
+    world.submit(request(2, "abc"))
+    for key in (1, 2):
+        world.composer.put_aside(key, world.now)
+    world.composer.cancel(2, None, CANCELLED, world.now)
+    world.run(10)
+    assert world.outcomes == {(1, 0): DEADLINE, (2, 0): CANCELLED}
+    world.check_rest()
+
+
 def test_what_can_never_fit_is_refused_with_numbers() -> None:
     world = World(limits(kv_blocks=4, context_tokens=64))
     refusal = world.submit(request(1, [1] * 10, max_tokens=10))
@@ -548,6 +583,8 @@ events = st.lists(
         # The step is computed while a cancellation arrives.
         st.tuples(st.just("cancel_within"), st.integers(0, 30)),
         st.tuples(st.just("abandon"), st.none()),
+        st.tuples(st.just("put_aside"), st.integers(1, 30)),
+        st.tuples(st.just("go_on"), st.integers(1, 30)),
         st.tuples(st.just("slots"), st.integers(1, 4)),
     ),
     max_size=40,
@@ -594,9 +631,17 @@ def test_any_interleaving_keeps_the_books(
         elif what == "abandon":
             world.composer.abandon(world.plan(), world.now)
             world.collect()
+        elif what == "put_aside":
+            assert isinstance(value, int)
+            world.composer.put_aside(value, world.now)
+        elif what == "go_on":
+            assert isinstance(value, int)
+            world.composer.go_on(value)
         else:
             assert isinstance(value, int)
             world.composer.slots = value
+    for key in world.requests:
+        world.composer.go_on(key)
     world.run()
     expected = {(key, choice) for key, each in world.requests.items() for choice in range(each.n)}
     assert set(world.outcomes) == expected, "each choice ends exactly once"

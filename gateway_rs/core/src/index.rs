@@ -98,6 +98,21 @@ impl PrefixIndex {
         self.held.get(&worker).map_or(0, HashSet::len)
     }
 
+    /// Whether a worker holds that block.
+    #[must_use]
+    pub fn holds(&self, worker: WorkerId, block: u64) -> bool {
+        self.held.get(&worker).is_some_and(|held| held.contains(&block))
+    }
+
+    /// Leading blocks that a worker holds without a gap.
+    #[must_use]
+    pub fn leading(&self, worker: WorkerId, blocks: &[u64]) -> u32 {
+        let held = self.held.get(&worker);
+        held.map_or(0, |held| {
+            blocks.iter().take_while(|block| held.contains(block)).count() as u32
+        })
+    }
+
     /// The worker holds that block now.
     pub fn add(&mut self, worker: WorkerId, block: u64) {
         if self.held.entry(worker).or_default().insert(block) {

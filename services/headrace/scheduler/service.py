@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from headrace import _gateway, metrics, serving, tls, tracing
-from headrace.config import Config, SchedulerConfig
+from headrace.config import Config, SchedulerConfig, tenant_weights
 from headrace.serving import Outbox, StreamError, exchange
 from headrace.v1 import scheduler_pb2, types_pb2
 
@@ -88,10 +88,39 @@ class SchedulerMetrics(Collector):
                 leases.add_metric([pool, worker_id], count)
         yield workers
         yield leases
+        yield from _predictions(stats)
+        measures = CounterMetricFamily("headrace_scheduler_measures", "What was done beside placing", labels=["kind"])
+        for kind, count in stats["measures"].items():
+            measures.add_metric([kind], count)
+        yield measures
         oddities = CounterMetricFamily("headrace_scheduler_oddities", "What should not happen", labels=["kind"])
         for kind, count in stats["oddities"].items():
             oddities.add_metric([kind], count)
         yield oddities
+
+
+def _predictions(stats: dict[str, Any]) -> Iterable[Metric]:
+    """How good the cost model is: first tokens against what was predicted at the grant, and steps."""
+    ttft = stats["ttft"]
+    yield CounterMetricFamily("headrace_scheduler_ttft_compared", "First tokens compared", value=ttft["count"])
+    seconds = CounterMetricFamily(
+        "headrace_scheduler_ttft_seconds", "From grants to first tokens, added up", labels=["kind"]
+    )
+    for kind in ("predicted", "observed", "error"):
+        seconds.add_metric([kind], ttft[f"{kind}_s"])
+    yield seconds
+    error = GaugeMetricFamily(
+        "headrace_scheduler_step_error_ratio",
+        "How far predicted step times were off of late, as a share of the measured",
+        labels=["kind", "quantile"],
+    )
+    compared = CounterMetricFamily("headrace_scheduler_steps_compared", "Steps compared", labels=["kind"])
+    for kind, model in stats["steps"].items():
+        error.add_metric([kind, "0.5"], model["median"])
+        error.add_metric([kind, "0.9"], model["p90"])
+        compared.add_metric([kind], model["steps"])
+    yield error
+    yield compared
 
 
 def _by_class(family: Any, name: str, meaning: str, values: list[float]) -> Any:
@@ -148,6 +177,16 @@ class SchedulerService:
             "router_grace_s": config.router_grace_s,
             "queue_factor": config.queue_factor,
             "credits": config.credits,
+            "placement": config.placement,
+            "ttft_target_s": (config.interactive_ttft_s, config.standard_ttft_s, config.batch_ttft_s),
+            "tpot_target_s": (config.interactive_tpot_s, config.standard_tpot_s, config.batch_tpot_s),
+            "dispatch_ahead_s": config.dispatch_ahead_s,
+            "shed": config.shed,
+            "preempt": config.preempt,
+            "chunk_tokens": (config.min_chunk_tokens, config.max_chunk_tokens),
+            "prefill_share": config.prefill_share,
+            "fair_quantum_tokens": config.fair_quantum_tokens,
+            "tenant_weights": tenant_weights(config.tenant_weights),
         }
         self._now = now
         self.core = _gateway.Scheduler(

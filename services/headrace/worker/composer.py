@@ -7,7 +7,7 @@ A core without clock, threads or engine. Its driver (``loop.py``, and tests) goe
     composer.complete(step, drawn, now)  # or abandon(step), or fail(step, error, now)
     deltas, changes = composer.take_results()
 
-and may call ``submit`` and ``cancel`` at any point between. The rules:
+and may call ``submit`` and ``cancel`` at any point between, ``put_aside`` and ``go_on`` between steps. The rules:
 
 - Every sequence that decodes is in every step; beside them at most ``chunk_tokens`` of prompts are computed, first come
   first served, so that no running stream waits longer than such a step. New sequences join at the next step, finished
@@ -137,6 +137,7 @@ class _RequestState:
     __slots__ = (
         "admitted_s",
         "announced",
+        "aside",
         "cached_prompt_tokens",
         "completion_tokens",
         "context_left",
@@ -163,6 +164,8 @@ class _RequestState:
         #: The first delta has gone, with what goes only there.
         self.announced = False
         self.open_choices = request.n
+        #: Sequences that stand still, outside all queues, until the request may go on; None: it is not put aside.
+        self.aside: list[Sequence] | None = None
         self.scope = Scope(request.lora, request.cache_salt, None if request.reuse_prefix else request.key)
         self.sequences: list[Sequence] = []
 
@@ -269,6 +272,36 @@ class Composer:
         # When the first choice went before it had computed the prompt, the next one does it.
         self._start_orphans(state)
 
+    def put_aside(self, key: int, now: float) -> None:
+        """The request stands still and holds no slot and no KV, but what is kept for reuse, until :meth:`go_on`."""
+        state = self._states.get(key)
+        if state is None or state.aside is not None:
+            return
+        state.aside = [
+            sequence
+            for sequence in state.sequences
+            if not sequence.ended and (sequence.lane is not None or self._is_waiting(sequence))
+        ]
+        for sequence in state.aside:
+            if sequence.lane is None:
+                self._dequeue(sequence)
+            else:
+                self._unseat(sequence, now, keep=sequence.request.reuse_prefix)
+                sequence.computed = 0
+                sequence.prefilled = False
+        self._compact()
+
+    def go_on(self, key: int) -> None:
+        """The request waits for its turn again, as if it had been so all the time."""
+        state = self._states.get(key)
+        if state is None or state.aside is None:
+            return
+        sequences, state.aside = state.aside, None
+        for sequence in sequences:
+            if not sequence.ended:
+                self._enqueue(sequence)
+        self._start_orphans(state)
+
     def _refusal(self, request: Request) -> types_pb2.Error | None:
         prompt = len(request.prompt_ids)
         if prompt + 1 > self.limits.context_tokens:
@@ -372,6 +405,8 @@ class Composer:
         """All counts are made from what is there now; none is moved by hand."""
         waiting = running = waiting_prompt = running_prompt = context = 0
         for state in self._states.values():
+            if state.aside is not None:
+                continue
             if state.admitted_s is None:
                 waiting += 1
                 waiting_prompt += len(state.request.prompt_ids)
@@ -625,6 +660,8 @@ class Composer:
             self.cancel(key, None, types_pb2.OUTCOME_DEADLINE, now)
 
     def _start_orphans(self, state: _RequestState) -> None:
+        if state.aside is not None:
+            return
         first = next((sequence for sequence in state.sequences if not sequence.ended), None)
         if first is not None and first.lane is None and not first.drawn and not self._is_waiting(first):
             self._enqueue(first)

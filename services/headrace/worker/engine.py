@@ -196,6 +196,12 @@ class Engine(Protocol):
         """Ends it (or one choice) with that outcome within one iteration; its KV is free by then. Unknown keys are
         ignored: the end may have crossed the call."""
 
+    def put_aside(self, key: int) -> None:
+        """It stands still from the next iteration on and holds no slot and no KV. Unknown keys are ignored."""
+
+    def go_on(self, key: int) -> None:
+        """It goes on, if it was put aside."""
+
     def set_limits(self, chunk_tokens: int | None, slots: int | None) -> None:
         """From the next iteration on."""
 

@@ -84,10 +84,12 @@ class SchedulerLink:
         report: Callable[[], worker_pb2.Load],
         on_command: Callable[[scheduler_pb2.JoinResponse], None],
         tls: Tls | None = None,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._address = address
         self._hello = hello
         self._report = report
+        self._on_lost = on_lost
         self._on_command = on_command
         self._tls = tls
         self._changed = asyncio.Event()
@@ -138,6 +140,8 @@ class SchedulerLink:
                     self._reported.set()
             await reader
         finally:
+            if self._joined:
+                self._on_lost()
             self._joined = False
             self._reported.set()
             if reader is not None:

@@ -80,7 +80,17 @@ class _SetLimits:
     slots: int | None
 
 
-_Command = Request | _Cancel | _SetLimits
+@dataclass(frozen=True, slots=True)
+class _PutAside:
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class _GoOn:
+    key: int
+
+
+_Command = Request | _Cancel | _SetLimits | _PutAside | _GoOn
 
 
 class BatchLoop:
@@ -176,6 +186,14 @@ class BatchLoop:
             if interruptible <= self._cancelled:
                 self._backend.interrupt()
 
+    def put_aside(self, key: int) -> None:
+        """See ``Engine.put_aside``."""
+        self._post(_PutAside(key))
+
+    def go_on(self, key: int) -> None:
+        """See ``Engine.go_on``."""
+        self._post(_GoOn(key))
+
     def set_limits(self, chunk_tokens: int | None, slots: int | None) -> None:
         """See ``Engine.set_limits``."""
         self._post(_SetLimits(chunk_tokens, slots))
@@ -239,6 +257,10 @@ class BatchLoop:
                     composer.reject(command, refusal)
             elif isinstance(command, _Cancel):
                 composer.cancel(command.key, command.choice, command.outcome, now)
+            elif isinstance(command, _PutAside):
+                composer.put_aside(command.key, now)
+            elif isinstance(command, _GoOn):
+                composer.go_on(command.key)
             else:
                 limits = composer.limits
                 if command.chunk_tokens:
@@ -251,7 +273,7 @@ class BatchLoop:
         step = composer.plan(now)
         cost, good = None, True
         if step.empty and not composer.idle:
-            # Nothing runs and nothing fits: the accounts rule it out, but if it were so, it must not burn a CPU.
+            # All that is here was put aside, or nothing fits, which the accounts rule out: no reason to burn a CPU.
             self._wake.wait(_PAUSE_S)
         if not step.empty or step.operations:
             self._step_began_s = now

@@ -95,6 +95,7 @@ class _Open:
     span: tracing.Span
     began_ns: int
     submitted_s: float
+    lease: int
     #: Its grammar is being compiled: the engine does not know it yet.
     checking: asyncio.Task[None] | None = None
     ended: set[int] = field(default_factory=set)
@@ -191,6 +192,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._steps: deque[StepCost] = deque(maxlen=_STEPS_IN_REPORT)
         self._streams: set[_RouterStream] = set()
         self._open: dict[int, _Open] = {}
+        #: Keys of requests that the scheduler had put aside.
+        self._aside: set[int] = set()
         self._keys = 0
         self._iteration = 0
         self._idle = asyncio.Event()
@@ -277,6 +280,24 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     limits.chunk_tokens if limits.HasField("chunk_tokens") else None,
                     limits.slots if limits.HasField("slots") else None,
                 )
+            case "preempt":
+                for open_ in self._of_lease(command.preempt.lease):
+                    self._aside.add(open_.key)
+                    self._engine.put_aside(open_.key)
+            case "resume":
+                for open_ in self._of_lease(command.resume.lease):
+                    self._aside.discard(open_.key)
+                    self._engine.go_on(open_.key)
+
+    def on_scheduler_lost(self) -> None:
+        """Nobody is left to say when those that were put aside may go on: they do now."""
+        for key in self._aside:
+            self._engine.go_on(key)
+        self._aside.clear()
+
+    def _of_lease(self, lease: int) -> list[_Open]:
+        # Rare enough to look through all of them.
+        return [open_ for open_ in self._open.values() if lease and open_.lease == lease and open_.checking is None]
 
     def _set_state(self, state: worker_pb2.WorkerState) -> None:
         self.state = state
@@ -364,6 +385,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             span=span,
             began_ns=time.time_ns(),
             submitted_s=self._now(),
+            lease=submit.lease,
         )
         stream.requests[submit.request] = self._open[open_.key] = open_
         self._idle.clear()
@@ -499,6 +521,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         open_.span.end()
         open_.stream.requests.pop(open_.number, None)
         self._open.pop(open_.key, None)
+        self._aside.discard(open_.key)
         if not self._open:
             self._idle.set()
 
@@ -728,7 +751,9 @@ def _links(
 
     scheduler = cache = None
     if config.scheduler:
-        scheduler = SchedulerLink(config.scheduler, hello, servicer.report, servicer.on_command, certificates)
+        scheduler = SchedulerLink(
+            config.scheduler, hello, servicer.report, servicer.on_command, certificates, servicer.on_scheduler_lost
+        )
     if config.cache and config.prefix_cache:
         cache = CacheLink(config.cache, blocks_hello, servicer.blocks, certificates)
     return scheduler, cache

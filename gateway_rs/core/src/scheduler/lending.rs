@@ -12,9 +12,13 @@ use super::{
     actions::Action,
     core::Core,
     events::{Ask, LeaseId, Link},
-    fleet::{kv_tokens, Lease, Worker},
+    fleet::{kv_tokens, Fleet, Lease, Phase, Worker},
+    lengths::Root,
 };
-use crate::credits::{Ledger, Outlook, Room, Share};
+use crate::{
+    credits::{Ledger, Outlook, Room, Share},
+    place::BLOCK_TOKENS,
+};
 
 /// Shares are looked at again at most so often: what came meanwhile is one change.
 const INTERVAL_S: f64 = 0.05;
@@ -75,11 +79,23 @@ impl Core {
             prompt_tokens: ask.prompt_tokens,
             kv_tokens: kv_tokens(ask),
             granted_s: self.now_s,
+            class: ask.class,
+            phase: Phase::Prefill,
+            prefill_ms: (self.fleet.consider(self.now_s, worker, ask, self.placer()))
+                .map_or(0.0, |(choice, _)| choice.prefill_ms),
+            predicted_ttft_s: None,
+            charged: None,
+            root: Root::of(ask),
+            output_tokens: 0,
+            max_tokens: ask.max_tokens,
+            tpot_target_s: self.policy.tpot_target_s(ask),
+            preempted: 0,
             by_credit: Some(link),
         };
         self.lending.ledger.placed(link, worker, room_of(&lease));
         self.demanded(link);
         self.hold(lease);
+        self.fleet.believe(worker, &ask.block_hashes);
         self.room_changed(worker);
     }
 
@@ -222,7 +238,7 @@ impl Core {
     fn send(&mut self, shares: Vec<Share>) {
         for share in shares {
             if let Some(worker) = self.fleet.workers.get(&share.worker) {
-                let outlook = outlook(worker);
+                let outlook = outlook(self.now_s, &self.fleet, worker);
                 self.actions.push(Action::Lent { share, outlook });
             }
         }
@@ -233,7 +249,7 @@ impl Core {
         let Some(worker) = self.fleet.workers.get(&link) else {
             return;
         };
-        let outlook = outlook(worker);
+        let outlook = outlook(self.now_s, &self.fleet, worker);
         let told = self.lending.told.entry(link).or_default();
         if !is_news(told, &outlook) {
             return;
@@ -277,13 +293,13 @@ fn free(worker: &Worker) -> Room {
     capacity.less(held).less(worker.promised)
 }
 
-fn outlook(worker: &Worker) -> Outlook {
-    // In tokens instead of ms where the model of its cost says nothing: as good among equals.
+fn outlook(now_s: f64, fleet: &Fleet, worker: &Worker) -> Outlook {
     Outlook {
-        pending_prefill_ms: worker.pending_prompt_tokens() as f64,
-        prefill_ms_per_token: 1.0,
-        decoding: worker.load.running_requests,
-        waiting: worker.load.waiting_requests,
+        pending_prefill_ms: worker.pending_ms(now_s),
+        prefill_ms_per_token: fleet.kinds.prefill_ms(worker.kind, worker.pace, BLOCK_TOKENS, 0)
+            / f64::from(BLOCK_TOKENS),
+        decoding: worker.decoding(),
+        waiting: worker.waiting(),
     }
 }
 

@@ -14,7 +14,10 @@
 
 pub mod actions;
 pub mod events;
+pub mod fair;
 pub mod fleet;
+pub mod kinds;
+pub mod lengths;
 pub mod queue;
 
 mod core;
@@ -24,4 +27,4 @@ mod rate;
 #[cfg(test)]
 mod tests;
 
-pub use self::core::{Core, Oddities, Policy, Router, PASS_LIMIT};
+pub use self::core::{Core, Measures, Oddities, Policy, Predictions, Router, PASS_LIMIT};

@@ -1,18 +1,25 @@
 //! Whose turn it is: the asks that wait, for each pool in the order in which they will be served.
 //!
-//! The order: class first (interactive, standard, batch), then who is due first. An ask that has waited [`AGING_S`] moves
-//! one class up and is due at once there: the limit on how long a low class can be passed over.
+//! The order: class first (interactive, standard, batch), then tenants with credit before those in debt (`fair.rs`), then
+//! who is due first. An ask that has waited [`AGING_S`] moves one class up and is due at once there: the limit on how long a
+//! low class can be passed over.
 //!
-//! An ask that may run in several pools stands in line in each of them and leaves all lines at once. Adding, withdrawing
-//! and taking cost O(pools of the ask, log of the line). How many may wait is the core's rule, and so is what fits where.
+//! An ask that may run in several pools stands in line in each of them and leaves all lines at once. One that has its worker
+//! already, and waits for that worker's prompts to be computed, stands in that worker's line too. Adding, withdrawing and
+//! taking cost O(pools of the ask, log of the line); finding the next one O(tenants in debt that are due earlier). How many
+//! may wait is the core's rule, and so is what fits where.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    cmp::Reverse,
+    collections::{btree_set, BTreeMap, BTreeSet, BinaryHeap},
+    iter::Peekable,
+    ops::Bound,
     sync::Arc,
 };
 
 use super::{
     events::{Ask, Link},
+    fair::{AccountId, Accounts},
     map::{Key, Map},
 };
 
@@ -23,14 +30,6 @@ const RANKS: usize = 3;
 
 /// The number of an ask in the queue, in order of arrival.
 pub type Place = u64;
-
-/// Lower is served first: class, when it is due, arrival.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Turn {
-    rank: usize,
-    due: Key,
-    place: Place,
-}
 
 /// An ask in the queue.
 #[derive(Debug)]
@@ -43,30 +42,177 @@ pub struct Waiting {
     pub ask: Box<Ask>,
     /// Since when it waits.
     pub arrived_s: f64,
+    /// Its tenant's account.
+    pub account: AccountId,
     /// Asks from behind that were served while this one was first in line and did not fit.
     pub passed: u32,
     /// The worker that keeps its room for it.
     pub reserved: Option<Link>,
-    turn: Turn,
+    /// The worker that it waits for, while that one computes other prompts.
+    pub plan: Option<Plan>,
+    rank: usize,
+    due: Key,
 }
 
-/// The asks of one pool.
+/// A worker that is to run an ask when it has come so far.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Its stream.
+    pub worker: Link,
+    /// Predicted work of the prompt there.
+    pub prefill_ms: f64,
+    /// Prompt tokens that it is believed to hold.
+    pub hit_tokens: u32,
+}
+
+/// Where an ask comes in a line: lower is served first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Turn {
+    rank: usize,
+    in_debt: bool,
+    due: Key,
+    place: Place,
+}
+
+type Head = (Key, Place, AccountId);
+
+/// Asks of one class in a line, by account and when they are due.
+#[derive(Debug, Default)]
+struct Rank {
+    accounts: BTreeMap<AccountId, BTreeSet<(Key, Place)>>,
+    /// The first of each account.
+    heads: BTreeSet<Head>,
+}
+
+impl Rank {
+    fn insert(&mut self, account: AccountId, due: Key, place: Place) {
+        let asks = self.accounts.entry(account).or_default();
+        let before = asks.first().copied();
+        asks.insert((due, place));
+        self.note_head(account, before);
+    }
+
+    fn remove(&mut self, account: AccountId, due: Key, place: Place) {
+        if let Some(asks) = self.accounts.get_mut(&account) {
+            let before = asks.first().copied();
+            asks.remove(&(due, place));
+            self.note_head(account, before);
+        }
+    }
+
+    fn note_head(&mut self, account: AccountId, before: Option<(Key, Place)>) {
+        let now = self.accounts.get(&account).and_then(|asks| asks.first().copied());
+        if before == now {
+            return;
+        }
+        if let Some((due, place)) = before {
+            self.heads.remove(&(due, place, account));
+        }
+        match now {
+            Some((due, place)) => {
+                self.heads.insert((due, place, account));
+            }
+            None => {
+                self.accounts.remove(&account);
+            }
+        }
+    }
+
+    /// Those whose account has credit, or those whose has none, by when they are due.
+    fn merged<'a>(&'a self, accounts: &'a Accounts, credit: bool) -> Merged<'a> {
+        Merged {
+            rank: self,
+            accounts,
+            credit,
+            heads: self.heads.iter().peekable(),
+            next: BinaryHeap::new(),
+        }
+    }
+}
+
+/// Several accounts' asks as one sequence. Accounts are looked at only when their turn may have come.
+struct Merged<'a> {
+    rank: &'a Rank,
+    accounts: &'a Accounts,
+    credit: bool,
+    heads: Peekable<btree_set::Iter<'a, Head>>,
+    next: BinaryHeap<Reverse<Head>>,
+}
+
+impl Iterator for Merged<'_> {
+    type Item = Place;
+
+    fn next(&mut self) -> Option<Place> {
+        while self
+            .heads
+            .next_if(|&&(_, _, account)| self.accounts.has_credit(account) != self.credit)
+            .is_some()
+        {}
+        let from_heads = match (self.heads.peek(), self.next.peek()) {
+            (Some(head), Some(Reverse(next))) => **head < *next,
+            (head, _) => head.is_some(),
+        };
+        let (due, place, account) = if from_heads {
+            *self.heads.next()?
+        } else {
+            self.next.pop()?.0
+        };
+        let asks = self.rank.accounts.get(&account)?;
+        let mut after = asks.range((Bound::Excluded((due, place)), Bound::Unbounded));
+        if let Some(&(due, place)) = after.next() {
+            self.next.push(Reverse((due, place, account)));
+        }
+        Some(place)
+    }
+}
+
+/// Asks that wait for the same thing.
 #[derive(Debug, Default)]
 struct Line {
-    order: BTreeMap<Turn, Place>,
+    ranks: [Rank; RANKS],
     /// How many of each class.
     depth: [usize; RANKS],
     /// Those that refuse some workers; a worker's loss may leave them without any.
     picky: BTreeSet<Place>,
 }
 
+impl Line {
+    fn insert(&mut self, waiting: &Waiting) {
+        self.ranks[waiting.rank].insert(waiting.account, waiting.due, waiting.place);
+        self.depth[waiting.rank] += 1;
+        if !waiting.ask.avoid_instances.is_empty() {
+            self.picky.insert(waiting.place);
+        }
+    }
+
+    fn remove(&mut self, waiting: &Waiting) {
+        self.ranks[waiting.rank].remove(waiting.account, waiting.due, waiting.place);
+        self.depth[waiting.rank] -= 1;
+        self.picky.remove(&waiting.place);
+    }
+
+    fn len(&self) -> usize {
+        self.depth.iter().sum()
+    }
+
+    fn in_turn<'a>(&'a self, accounts: &'a Accounts) -> impl Iterator<Item = Place> + 'a {
+        let both = [true, false];
+        let ranks = self.ranks.iter();
+        ranks.flat_map(move |rank| both.into_iter().flat_map(move |credit| rank.merged(accounts, credit)))
+    }
+}
+
 /// All asks that wait.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Queue {
+    /// What tenants have had.
+    pub accounts: Accounts,
     waiting: BTreeMap<Place, Waiting>,
     by_ask: Map<(Link, u64), Place>,
     by_link: Map<Link, BTreeSet<Place>>,
     lines: Map<Arc<str>, Line>,
+    /// Those that have their worker already.
+    plans: Map<Link, Line>,
     deadlines: BTreeSet<(Key, Place)>,
     /// When each moves up a class.
     aging: BTreeSet<(Key, Place)>,
@@ -74,6 +220,20 @@ pub struct Queue {
 }
 
 impl Queue {
+    pub(super) fn new(accounts: Accounts) -> Self {
+        Self {
+            accounts,
+            waiting: BTreeMap::new(),
+            by_ask: Map::default(),
+            by_link: Map::default(),
+            lines: Map::default(),
+            plans: Map::default(),
+            deadlines: BTreeSet::new(),
+            aging: BTreeSet::new(),
+            last: 0,
+        }
+    }
+
     /// How many wait.
     pub fn len(&self) -> usize {
         self.waiting.len()
@@ -93,47 +253,42 @@ impl Queue {
         depths
     }
 
-    /// Puts an ask in line.
-    pub fn add(&mut self, now_s: f64, link: Link, ask: Box<Ask>) -> Place {
+    /// Puts an ask in line; it is due then. It must name a pool.
+    pub(super) fn add(&mut self, now_s: f64, due_s: f64, link: Link, ask: Box<Ask>) -> Place {
         self.last += 1;
-        let place = self.last;
-        let rank = ask.class.rank();
-        let turn = Turn {
-            rank,
-            due: Key(now_s),
-            place,
-        };
-        self.by_ask.insert((link, ask.number), place);
-        self.by_link.entry(link).or_default().insert(place);
-        for pool in &ask.pools {
-            let line = self.lines.entry(pool.clone()).or_default();
-            line.order.insert(turn, place);
-            line.depth[rank] += 1;
-            if !ask.avoid_instances.is_empty() {
-                line.picky.insert(place);
-            }
-        }
-        if let Some(deadline_s) = ask.deadline_s {
-            self.deadlines.insert((Key(deadline_s), place));
-        }
-        if rank > 0 {
-            self.aging.insert((Key(now_s + AGING_S), place));
-        }
+        let (place, rank) = (self.last, ask.class.rank());
+        let nowhere = Arc::from("");
+        let account = self.accounts.open(ask.pools.first().unwrap_or(&nowhere), &ask.tenant);
         let waiting = Waiting {
             place,
             link,
             ask,
             arrived_s: now_s,
+            account,
             passed: 0,
             reserved: None,
-            turn,
+            plan: None,
+            rank,
+            due: Key(due_s),
         };
+        self.by_ask.insert((link, waiting.ask.number), place);
+        self.by_link.entry(link).or_default().insert(place);
+        for pool in &waiting.ask.pools {
+            self.lines.entry(pool.clone()).or_default().insert(&waiting);
+        }
+        if let Some(deadline_s) = waiting.ask.deadline_s {
+            self.deadlines.insert((Key(deadline_s), place));
+        }
+        if rank > 0 {
+            self.aging.insert((Key(now_s + AGING_S), place));
+        }
         self.waiting.insert(place, waiting);
         place
     }
 
-    /// Takes an ask out of all lines.
-    pub fn remove(&mut self, place: Place) -> Option<Waiting> {
+    /// Takes an ask out of all lines. Its account stays open: it is the caller's to close.
+    pub(super) fn remove(&mut self, place: Place) -> Option<Waiting> {
+        self.unplan(place);
         let waiting = self.waiting.remove(&place)?;
         let ask = &waiting.ask;
         self.by_ask.remove(&(waiting.link, ask.number));
@@ -145,10 +300,8 @@ impl Queue {
         }
         for pool in &ask.pools {
             if let Some(line) = self.lines.get_mut(pool) {
-                line.order.remove(&waiting.turn);
-                line.depth[waiting.turn.rank] -= 1;
-                line.picky.remove(&place);
-                if line.order.is_empty() {
+                line.remove(&waiting);
+                if line.len() == 0 {
                     self.lines.remove(pool);
                 }
             }
@@ -156,36 +309,63 @@ impl Queue {
         if let Some(deadline_s) = ask.deadline_s {
             self.deadlines.remove(&(Key(deadline_s), place));
         }
-        if waiting.turn.rank > 0 {
+        if waiting.rank > 0 {
             self.aging.remove(&(Key(waiting.moves_up_s()), place));
         }
         Some(waiting)
     }
 
+    /// The ask waits for that worker.
+    pub(super) fn plan(&mut self, place: Place, plan: Plan) {
+        if let Some(waiting) = self.waiting.get_mut(&place) {
+            waiting.plan = Some(plan);
+            self.plans.entry(plan.worker).or_default().insert(waiting);
+        }
+    }
+
+    /// It does not any more; returns what was planned.
+    pub(super) fn unplan(&mut self, place: Place) -> Option<Plan> {
+        let waiting = self.waiting.get_mut(&place)?;
+        let plan = waiting.plan.take()?;
+        if let Some(line) = self.plans.get_mut(&plan.worker) {
+            line.remove(waiting);
+            if line.len() == 0 {
+                self.plans.remove(&plan.worker);
+            }
+        }
+        Some(plan)
+    }
+
     /// Moves those up that have waited long.
-    pub fn age(&mut self, now_s: f64) {
+    pub(super) fn age(&mut self, now_s: f64) {
         while let Some(&(Key(at_s), place)) = self.aging.first() {
             if at_s > now_s {
                 break;
             }
             self.aging.pop_first();
-            let Some(waiting) = self.waiting.get_mut(&place) else {
+            let Some(mut waiting) = self.waiting.remove(&place) else {
                 continue;
             };
-            let before = waiting.turn;
-            waiting.turn.rank -= 1;
-            waiting.turn.due = Key(at_s);
-            if waiting.turn.rank > 0 {
+            self.each_line(&waiting, |line| line.remove(&waiting));
+            waiting.rank -= 1;
+            waiting.due = Key(at_s);
+            self.each_line(&waiting, |line| line.insert(&waiting));
+            if waiting.rank > 0 {
                 self.aging.insert((Key(waiting.moves_up_s()), place));
             }
-            for pool in &waiting.ask.pools {
-                if let Some(line) = self.lines.get_mut(pool) {
-                    line.order.remove(&before);
-                    line.order.insert(waiting.turn, place);
-                    line.depth[before.rank] -= 1;
-                    line.depth[waiting.turn.rank] += 1;
-                }
+            self.waiting.insert(place, waiting);
+        }
+    }
+
+    /// All lines in which an ask stands.
+    fn each_line(&mut self, waiting: &Waiting, mut change: impl FnMut(&mut Line)) {
+        for pool in &waiting.ask.pools {
+            if let Some(line) = self.lines.get_mut(pool) {
+                change(line);
             }
+        }
+        if let Some(line) = waiting.plan.and_then(|plan| self.plans.get_mut(&plan.worker)) {
+            change(line);
         }
     }
 
@@ -195,7 +375,7 @@ impl Queue {
     }
 
     /// The same, to change what is not its turn.
-    pub fn get_mut(&mut self, place: Place) -> Option<&mut Waiting> {
+    pub(super) fn get_mut(&mut self, place: Place) -> Option<&mut Waiting> {
         self.waiting.get_mut(&place)
     }
 
@@ -206,8 +386,8 @@ impl Queue {
 
     /// All asks of one router's stream.
     pub fn of_link(&self, link: Link) -> Vec<Place> {
-        self.by_link
-            .get(&link)
+        let places = self.by_link.get(&link);
+        places
             .map(|places| places.iter().copied().collect())
             .unwrap_or_default()
     }
@@ -232,23 +412,55 @@ impl Queue {
 
     /// The asks of a pool, next first.
     pub fn in_turn(&self, pool: &str) -> impl Iterator<Item = &Waiting> {
-        let places = self.lines.get(pool).into_iter().flat_map(|line| line.order.values());
-        places.filter_map(|place| self.waiting.get(place))
+        let places = self
+            .lines
+            .get(pool)
+            .into_iter()
+            .flat_map(|line| line.in_turn(&self.accounts));
+        places.filter_map(|place| self.waiting.get(&place))
+    }
+
+    /// The asks that wait for that worker, next first.
+    pub fn planned(&self, worker: Link) -> impl Iterator<Item = &Waiting> {
+        let places = self
+            .plans
+            .get(&worker)
+            .into_iter()
+            .flat_map(|line| line.in_turn(&self.accounts));
+        places.filter_map(|place| self.waiting.get(&place))
+    }
+
+    /// Whether somebody waits in that pool.
+    pub fn waits_in(&self, pool: &str) -> bool {
+        self.lines.contains_key(pool)
+    }
+
+    /// Whether somebody waits for that worker.
+    pub fn waits_for(&self, worker: Link) -> bool {
+        self.plans.contains_key(&worker)
+    }
+
+    /// Where an ask comes among others, now.
+    pub fn turn(&self, waiting: &Waiting) -> Turn {
+        Turn {
+            rank: waiting.rank,
+            in_debt: !self.accounts.has_credit(waiting.account),
+            due: waiting.due,
+            place: waiting.place,
+        }
     }
 
     /// The place in a pool's line, from 1, of a newcomer: behind all of its class and of higher ones.
     pub fn position(&self, waiting: &Waiting, pool: &str) -> usize {
         self.lines
             .get(pool)
-            .map_or(0, |line| line.depth[..=waiting.turn.rank].iter().sum())
+            .map_or(0, |line| line.depth[..=waiting.rank].iter().sum())
     }
 
     /// The first whose deadline has come.
     pub fn expired(&self, now_s: f64) -> Option<Place> {
-        self.deadlines
-            .first()
-            .filter(|(deadline, _)| deadline.0 <= now_s)
-            .map(|&(_, place)| place)
+        let first = self.deadlines.first().filter(|(deadline, _)| deadline.0 <= now_s);
+        first.map(|&(_, place)| place)
     }
 
     /// When the next one expires.
@@ -258,9 +470,14 @@ impl Queue {
 }
 
 impl Waiting {
+    /// Its class, or a higher one when it has waited long.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
     /// When it moves up a class, while there is one.
     fn moves_up_s(&self) -> f64 {
-        let ranks_up = self.ask.class.rank() - self.turn.rank + 1;
+        let ranks_up = self.ask.class.rank() - self.rank + 1;
         self.arrived_s + ranks_up as f64 * AGING_S
     }
 }
@@ -270,15 +487,23 @@ impl Queue {
     /// What holds after every step: everybody stands where they should, and nobody else does.
     pub(super) fn check(&self) {
         let stands: usize = self.waiting.values().map(|waiting| waiting.ask.pools.len()).sum();
-        assert_eq!(stands, self.lines.values().map(|line| line.order.len()).sum::<usize>());
+        assert_eq!(stands, self.lines.values().map(Line::len).sum::<usize>());
+        let planned = self.waiting.values().filter(|waiting| waiting.plan.is_some()).count();
+        assert_eq!(planned, self.plans.values().map(Line::len).sum::<usize>());
+        let in_line = |line: &Line, waiting: &Waiting| {
+            let asks = &line.ranks[waiting.rank].accounts[&waiting.account];
+            assert!(asks.contains(&(waiting.due, waiting.place)));
+            assert_eq!(
+                line.picky.contains(&waiting.place),
+                !waiting.ask.avoid_instances.is_empty()
+            );
+        };
         for waiting in self.waiting.values() {
             for pool in &waiting.ask.pools {
-                let line = &self.lines[pool];
-                assert_eq!(line.order.get(&waiting.turn), Some(&waiting.place));
-                assert_eq!(
-                    line.picky.contains(&waiting.place),
-                    !waiting.ask.avoid_instances.is_empty()
-                );
+                in_line(&self.lines[pool], waiting);
+            }
+            if let Some(plan) = waiting.plan {
+                in_line(&self.plans[&plan.worker], waiting);
             }
             assert_eq!(self.find(waiting.link, waiting.ask.number), Some(waiting.place));
             assert!(self.by_link[&waiting.link].contains(&waiting.place));
@@ -297,12 +522,21 @@ impl Queue {
         );
         assert_eq!(
             self.aging.len(),
-            self.waiting.values().filter(|each| each.turn.rank > 0).count()
+            self.waiting.values().filter(|each| each.rank > 0).count()
         );
-        for line in self.lines.values() {
-            assert!(!line.order.is_empty());
-            assert_eq!(line.depth.iter().sum::<usize>(), line.order.len());
-            assert!(line.picky.iter().all(|place| self.waiting.contains_key(place)));
+        for line in self.lines.values().chain(self.plans.values()) {
+            assert!(line.len() > 0);
+            let asks = |rank: &Rank| rank.accounts.values().map(BTreeSet::len).sum::<usize>();
+            for (rank, depth) in line.ranks.iter().zip(line.depth) {
+                assert_eq!(asks(rank), depth);
+                assert_eq!(rank.heads.len(), rank.accounts.len());
+            }
+            let turns: Vec<_> = line
+                .in_turn(&self.accounts)
+                .map(|place| self.turn(&self.waiting[&place]))
+                .collect();
+            assert_eq!(turns.len(), line.len());
+            assert!(turns.is_sorted(), "{turns:?}");
         }
     }
 }

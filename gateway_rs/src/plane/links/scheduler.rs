@@ -24,7 +24,7 @@ use crate::{
     plane::tls::Tls,
     proto::{
         fleet_view::Pool,
-        place_request::{Ask, Placed},
+        place_request::{Ask, Placed, Progress},
         placement::Answer,
         router_hello::RunningLease,
         scheduler_service_client::SchedulerServiceClient,
@@ -353,6 +353,15 @@ impl Lease {
     /// Its number.
     pub fn id(&self) -> u64 {
         self.id
+    }
+
+    /// Tells of an answer that has grown to so many tokens: what waits behind its prompt can be placed better.
+    pub fn progress(&self, output_tokens: u32) {
+        let progress = Progress {
+            lease: self.id,
+            output_tokens,
+        };
+        self.scheduler.outbox.add(16, |message| message.progress.push(progress));
     }
 
     /// Gives it back with its books.

@@ -317,6 +317,7 @@ async fn release_unattended(mailbox: Arc<Mailbox>) {
 impl Mail {
     /// Takes a delta in; true when the run is over with it.
     fn take(&mut self, delta: TokenDelta, now: Instant, max_unread_tokens: usize) -> bool {
+        let said = self.books.completion_tokens;
         self.books.completion_tokens += delta.ids.len() as u32;
         if let Some(cached) = delta.cached_prompt_tokens {
             self.books.cached_prompt_tokens = cached;
@@ -339,6 +340,13 @@ impl Mail {
         if self.choices_left == 0 {
             self.end.get_or_insert(RunEnd::Finished);
             return true;
+        }
+        // With the first token, and each time that their number has doubled; the end is told by the release.
+        let now_said = self.books.completion_tokens;
+        if now_said > said && (said == 0 || said.ilog2() < now_said.ilog2()) {
+            if let Some(lease) = &self.lease {
+                lease.progress(now_said);
+            }
         }
         false
     }

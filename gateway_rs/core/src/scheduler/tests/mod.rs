@@ -7,13 +7,14 @@
 //! worker NAME [state= pool= instance= slots= context= kv_blocks= model=]   joins and reports (state= : does not report)
 //! report NAME [state= slots= kv_blocks_used= waiting_prompt_tokens=]       lose NAME
 //! router NAME                                                              router-lost NAME
-//! ask N [router= pools= prompt= cls= left_s= n= avoid= max_tokens= expect=]
-//! withdraw N [router=]    release N [router=]
+//! ask N [router= pools= prompt= cls= left_s= n= avoid= max_tokens= expect= tenant= ttft= tpot= blocks=]
+//! withdraw N [router=]    progress N [router= tokens=]    release N [router= prompt= tokens=]
 //! +SECONDS                workers report meanwhile     +SECONDS silent
 //! ```
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 mod lending;
+mod policy;
 mod promises;
 mod properties;
 mod scenarios;
@@ -25,7 +26,10 @@ use std::{
 
 use super::{
     actions::{Action, Grant, Refusal},
-    events::{Ask, Books, Class, Description, Event, LeaseId, Link, Load, RunningLease, WorkerHello, WorkerState},
+    events::{
+        Ask, Books, Class, Description, Event, LeaseId, Link, Load, Outcome, RunningLease, StepReport, WorkerHello,
+        WorkerState,
+    },
     Core, Policy,
 };
 
@@ -212,10 +216,29 @@ impl Bench {
                     self.open.remove(&(link, ask));
                     self.step(Event::Withdrawn { link, ask });
                 }
+                "progress" => {
+                    let link = self.links[words.text("router", "r")];
+                    let lease = self.granted[&(link, about.parse().unwrap())].lease;
+                    let output_tokens = words.number("tokens", 1);
+                    self.step(Event::Progressed {
+                        link,
+                        lease,
+                        output_tokens,
+                    });
+                }
                 "release" => {
                     let link = self.links[words.text("router", "r")];
                     let lease = self.granted[&(link, about.parse().unwrap())].lease;
-                    self.release_lease(link, lease);
+                    let books = match words.number("tokens", 0) {
+                        0 => Books::default(),
+                        completion_tokens => Books {
+                            outcome: Outcome::Stop,
+                            prompt_tokens: words.number("prompt", 10),
+                            completion_tokens,
+                            ..Books::default()
+                        },
+                    };
+                    self.step(Event::Released { link, lease, books });
                 }
                 _ => panic!("unknown command {command:?}"),
             }
@@ -280,6 +303,35 @@ impl Bench {
         });
     }
 
+    /// The worker reports steps that take 5 ms, 1 ms for each decoding sequence and so much for each prompt token, until its
+    /// predictions can be trusted.
+    fn teach(&mut self, name: &str, token_ms: f64) {
+        for round in 0..40_u32 {
+            let step = |each: u32| {
+                let (prefill_tokens, decode_tokens) = (((round * 7 + each) % 5) * 200, 1 + (round + 3 * each) % 8);
+                let ms = 5.0 + f64::from(decode_tokens) + token_ms * f64::from(prefill_tokens);
+                StepReport {
+                    prefill_tokens,
+                    decode_tokens,
+                    context_tokens: 0,
+                    duration_s: ms / 1e3,
+                }
+            };
+            let load = Load {
+                state: WorkerState::Ready,
+                steps: (0..8).map(step).collect(),
+                ..Load::default()
+            };
+            let link = self.links[name];
+            self.step(Event::WorkerReported {
+                link,
+                load: Box::new(load),
+            });
+        }
+        let worker = self.core.fleet().instance(&self.instances[name]).unwrap();
+        assert!(self.core.fleet().kinds.trusted(worker.kind));
+    }
+
     fn router(&mut self, name: &str, running: Vec<RunningLease>) {
         self.last_link += 1;
         let link = self.last_link;
@@ -313,6 +365,14 @@ impl Bench {
                 .cloned()
                 .collect(),
             expected_output_tokens: words.number("expect", 0),
+            tenant: words.text("tenant", "").into(),
+            ttft_target_s: words.options.get("ttft").map(|value| value.parse().unwrap()),
+            tpot_target_s: words.options.get("tpot").map(|value| value.parse().unwrap()),
+            block_hashes: words
+                .list("blocks", "")
+                .iter()
+                .map(|block| block.parse().unwrap())
+                .collect(),
             ..Ask::default()
         };
         self.step(Event::Asked {

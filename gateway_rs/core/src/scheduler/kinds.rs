@@ -1,0 +1,177 @@
+//! What work costs on each kind of worker, and how single ones differ.
+//!
+//! Workers of one model, engine and cost table are of one kind and share a [`CostModel`], which all their steps teach. A
+//! worker whose steps keep taking longer (or shorter) than its kind's has a [`Pace`] of its own, in coarse steps, so that
+//! few groups of equals remain.
+
+use std::sync::Arc;
+
+use super::{
+    events::{Ask, Description, StepReport},
+    map::Map,
+};
+use crate::{
+    cost::{CostModel, CostTable, ModelError, Shape},
+    place::{Request, BLOCK_TOKENS},
+};
+
+/// A kind of worker, by number.
+pub type KindId = usize;
+
+/// Milliseconds that a prompt token is taken to cost before anything is known: only their relations matter then.
+const UNKNOWN_TOKEN_MS: f64 = 1.0;
+
+/// One step of a pace.
+const PACE_STEP: f64 = 1.2;
+
+/// Predictions compared before a worker's steps say something of it rather than of its kind.
+const FIRST_STEPS: u64 = 64;
+
+/// How far a worker's steps must be from its kind's for another pace, in steps.
+const PACE_SLACK: f64 = 0.75;
+
+/// How a worker differs from its kind: it takes `PACE_STEP` to the power of this times as long.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Pace(i8);
+
+impl Pace {
+    /// So many times as long.
+    pub fn times(self) -> f64 {
+        PACE_STEP.powi(i32::from(self.0))
+    }
+}
+
+/// What a worker's steps say of its pace.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Drift {
+    /// Logarithm of what its steps take over its kind's, smoothed.
+    off: f64,
+    /// The pace that follows.
+    pub pace: Pace,
+}
+
+impl Drift {
+    fn observe(&mut self, ratio: f64) {
+        // An outlier pulls no more than a step.
+        let step = PACE_STEP.ln();
+        self.off += 0.02 * (ratio.ln() - self.off).clamp(-step, step);
+        let steps = self.off / step;
+        if (steps - f64::from(self.pace.0)).abs() > PACE_SLACK {
+            self.pace = Pace(steps.round().clamp(-12.0, 12.0) as i8);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Kind {
+    name: String,
+    model: CostModel,
+    block_tokens: u32,
+}
+
+/// All kinds that were seen. They are kept: a fleet has few.
+#[derive(Debug, Default)]
+pub struct Kinds {
+    kinds: Vec<Kind>,
+    by_description: Map<[Arc<str>; 4], KindId>,
+}
+
+impl Kinds {
+    /// The kind of a worker that describes itself so.
+    pub fn of(&mut self, described: &Description) -> KindId {
+        let key = [
+            &described.model,
+            &described.engine,
+            &described.quantization,
+            &described.cost_table,
+        ]
+        .map(Arc::clone);
+        if let Some(&kind) = self.by_description.get(&key) {
+            return kind;
+        }
+        // A table that is not known is no table: its steps will tell.
+        let table = CostTable::named(&described.cost_table).ok().map(Arc::new);
+        self.kinds.push(Kind {
+            name: key
+                .iter()
+                .filter(|part| !part.is_empty())
+                .map(|part| &**part)
+                .collect::<Vec<_>>()
+                .join("/"),
+            model: CostModel::new(table),
+            block_tokens: described.block_tokens,
+        });
+        self.by_description.insert(key, self.kinds.len() - 1);
+        self.kinds.len() - 1
+    }
+
+    /// Work of that many prompt tokens behind cached ones. Never 0, and proportional to tokens before anything is known.
+    pub fn prefill_ms(&self, kind: KindId, pace: Pace, new: u32, cached: u32) -> f64 {
+        let ms = self.kinds[kind].model.prefill_ms(new, cached);
+        let ms = if ms > 0.0 {
+            ms
+        } else {
+            UNKNOWN_TOKEN_MS * f64::from(new.max(1))
+        };
+        ms * pace.times()
+    }
+
+    /// From a standing start to the first token; None when the model is not to be trusted.
+    pub fn first_token_ms(&self, kind: KindId, pace: Pace, new: u32, cached: u32) -> Option<f64> {
+        self.trusted(kind)
+            .then(|| self.kinds[kind].model.first_token_ms(new, cached) * pace.times())
+    }
+
+    /// The most prompt tokens beside so much decoding that keep a step within the target; None as above.
+    pub fn chunk_tokens(
+        &self,
+        kind: KindId,
+        pace: Pace,
+        step: &Shape,
+        target_ms: f64,
+        floor: u32,
+        most: u32,
+    ) -> Option<u32> {
+        let model = &self.kinds[kind].model;
+        self.trusted(kind)
+            .then(|| model.chunk_tokens(step, 0, target_ms / pace.times(), floor, most))
+    }
+
+    /// Whether a decision may rest on predictions for that kind.
+    pub fn trusted(&self, kind: KindId) -> bool {
+        self.kinds[kind].model.trusted()
+    }
+
+    /// What a placement rule asks of a request.
+    pub fn request(&self, kind: KindId, pace: Pace, ask: &Ask) -> Request {
+        Request {
+            prompt_tokens: ask.prompt_tokens,
+            block_ms: self.prefill_ms(kind, pace, BLOCK_TOKENS, 0),
+        }
+    }
+
+    /// Tokens of its KV blocks.
+    pub fn block_tokens(&self, kind: KindId) -> u32 {
+        self.kinds[kind].block_tokens
+    }
+
+    /// Learns from a worker's steps.
+    pub fn observe(&mut self, kind: KindId, drift: &mut Drift, steps: &[StepReport]) {
+        let model = &mut self.kinds[kind].model;
+        for step in steps {
+            let shape = Shape::decode(step.decode_tokens, step.context_tokens).with_chunk(step.prefill_tokens, 0);
+            let measured_ms = step.duration_s * 1e3;
+            let predicted_ms = model.step_ms(&shape);
+            if model.error().steps >= FIRST_STEPS && predicted_ms > 0.0 && measured_ms > 0.0 {
+                drift.observe(measured_ms / predicted_ms);
+            }
+            // What it would have taken at its kind's pace.
+            model.observe(&shape, measured_ms / drift.pace.times());
+        }
+    }
+
+    /// Name and error of each kind.
+    pub fn errors(&self) -> impl Iterator<Item = (&str, ModelError)> {
+        self.kinds.iter().map(|kind| (kind.name.as_str(), kind.model.error()))
+    }
+}

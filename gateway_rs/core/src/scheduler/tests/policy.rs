@@ -1,0 +1,542 @@
+//! What the scheduler does with predictions, classes, targets and tenants.
+
+use proptest::prelude::*;
+use rand::{rngs::StdRng, Rng, SeedableRng};
+
+use super::*;
+use crate::scheduler::{actions::Reason, events::BlockChange, queue::AGING_S};
+
+/// One worker whose prompt tokens take 1 ms each, and router r.
+fn taught(options: &str) -> Bench {
+    let mut bench = Bench::with(policy());
+    bench.run("router r");
+    bench.run(&format!("worker A context=100000 {options}"));
+    bench.teach("A", 1.0);
+    bench
+}
+
+fn preempted(actions: &[Action]) -> Vec<LeaseId> {
+    let of = |action: &Action| match action {
+        Action::Preempt { lease, .. } => Some(*lease),
+        _ => None,
+    };
+    actions.iter().filter_map(of).collect()
+}
+
+fn resumed(actions: &[Action]) -> Vec<LeaseId> {
+    let of = |action: &Action| match action {
+        Action::Resume { lease, .. } => Some(*lease),
+        _ => None,
+    };
+    actions.iter().filter_map(of).collect()
+}
+
+// Turns.
+
+#[test]
+fn a_prompt_waits_here_while_its_worker_computes_others() {
+    let mut bench = taught("slots=8");
+    bench.run_all("ask 1 prompt=1000\nask 2 prompt=500\nask 3 prompt=500");
+    assert_eq!(grants(&bench.log), [1]);
+    // The first has 0.1 s to go.
+    assert!(grants(&bench.run("+0.85 silent")).is_empty());
+    assert_eq!(grants(&bench.run("+0.1 silent")), [2]);
+    // Its first token comes sooner than predicted.
+    bench.run("progress 1");
+    assert_eq!(grants(&bench.run("progress 2")), [3]);
+}
+
+#[test]
+fn short_prompts_do_not_wait_for_each_other() {
+    let mut bench = taught("slots=8");
+    for number in 0..5 {
+        bench.run(&format!("ask {number} prompt=20"));
+    }
+    assert_eq!(grants(&bench.log).len(), 5);
+}
+
+#[test]
+fn who_is_due_first_is_served_first() {
+    let mut bench = taught("slots=8");
+    bench.run("ask 1 prompt=1000");
+    bench.run_all("ask 2 prompt=500 ttft=50\nask 3 prompt=500 ttft=20\nask 4 prompt=500 left_s=10\nask 5 prompt=500 cls=interactive");
+    let mut order = Vec::new();
+    for _ in 0..4 {
+        let done = bench.run("+2 silent");
+        order.extend(grants(&done));
+        for number in grants(&done) {
+            bench.run(&format!("progress {number}"));
+        }
+    }
+    assert_eq!(order, [5, 4, 3, 2]);
+}
+
+#[test]
+fn nothing_is_held_back_on_predictions_that_nobody_can_trust() {
+    let mut bench = Bench::with(policy());
+    bench.run_all("router r\nworker A slots=8 context=100000");
+    for number in 0..8 {
+        bench.run(&format!("ask {number} prompt=5000 ttft=0.1"));
+    }
+    assert_eq!(grants(&bench.log).len(), 8);
+    assert!(refusals(&bench.log).is_empty());
+}
+
+// Shedding.
+
+#[test]
+fn what_would_be_late_is_refused_with_a_hint() {
+    let mut bench = taught("slots=8");
+    bench.run_all(
+        "ask 1 prompt=1000\nask 2 prompt=1000 ttft=1.5\nask 3 prompt=1000 cls=batch ttft=1.5\nask 4 prompt=1000",
+    );
+    let done = bench.run("+3 silent");
+    let refused = refusals(&done);
+    assert_eq!(
+        (refused.len(), refused[0].ask, refused[0].reason),
+        (1, 2, Reason::Overloaded)
+    );
+    assert!(refused[0].retryable && refused[0].retry_after_ms > 0);
+    // By the target of its class alone nothing is shed, and batch work waits.
+    let mut bench_later = grants(&done);
+    bench.run("progress 4");
+    bench_later.extend(grants(&bench.run("+3 silent")));
+    assert_eq!(bench_later, [4, 3]);
+    assert_eq!(bench.core.measures().shed, 1);
+}
+
+#[test]
+fn what_an_idle_worker_could_not_do_in_time_is_refused_at_once() {
+    let mut bench = taught("slots=8");
+    let refused = refusals(&bench.run("ask 1 prompt=5000 left_s=1"));
+    assert_eq!(
+        (refused[0].reason, refused[0].retryable),
+        (Reason::DeadlineExceeded, false)
+    );
+    assert!(refusals(&bench.run("ask 2 prompt=5000 left_s=6")).is_empty());
+}
+
+// Preemption.
+
+#[test]
+fn batch_work_gives_way_and_goes_on() {
+    let mut bench = taught("slots=2");
+    bench.run_all(
+        "ask 1 cls=batch max_tokens=500\nask 2 cls=batch max_tokens=500\nprogress 1 tokens=20\nprogress 2 tokens=1",
+    );
+    bench.run("ask 3 cls=batch");
+    let done = bench.run("ask 4 cls=interactive");
+    // The one that has cost least.
+    assert_eq!(preempted(&done), [bench.grant(2).unwrap().lease]);
+    assert_eq!(grants(&done), [4]);
+    assert_eq!(
+        bench
+            .core
+            .fleet()
+            .instance(&bench.instances["A"])
+            .unwrap()
+            .held
+            .choices(),
+        2
+    );
+    // While a standard one waits, it stays aside.
+    bench.run("ask 5 cls=standard");
+    assert_eq!(grants(&bench.run("release 4")), [5]);
+    let done = bench.run("release 5");
+    assert_eq!(resumed(&done), [bench.grant(2).unwrap().lease]);
+    assert!(grants(&done).is_empty(), "the batch request that waits comes after");
+    bench.run_all("progress 2 tokens=30\nrelease 2\nrelease 1");
+    assert_eq!(bench.load("A"), 1);
+}
+
+#[test]
+fn who_is_nearly_done_or_was_put_aside_before_stays() {
+    let mut bench = taught("slots=1");
+    bench.run_all("ask 1 cls=batch max_tokens=100\nprogress 1 tokens=90");
+    assert!(preempted(&bench.run("ask 2 cls=interactive")).is_empty());
+    bench.run_all("withdraw 2\nrelease 1\nask 3 cls=batch max_tokens=1000\nprogress 3 tokens=5");
+    let mut times = 0;
+    for number in 10..20 {
+        times += preempted(&bench.run(&format!("ask {number} cls=interactive"))).len();
+        if bench.grant(number).is_some() {
+            bench.run(&format!("release {number}"));
+        } else {
+            bench.run(&format!("withdraw {number}"));
+        }
+        bench.run("progress 3 tokens=7");
+    }
+    assert_eq!(times, 2);
+    assert!(bench.runs(3));
+}
+
+#[test]
+fn what_was_put_aside_ends_with_its_worker_and_its_router() {
+    for end in ["lose A", "router-lost r"] {
+        let mut bench = taught("slots=1");
+        bench.run_all("ask 1 cls=batch max_tokens=500\nprogress 1\nask 2 cls=interactive");
+        assert_eq!(bench.core.measures().preempted, 1);
+        bench.run(end);
+        bench.live(bench.policy.router_grace_s + 1.0);
+        assert!(bench.core.fleet().leases.is_empty(), "{end}");
+    }
+}
+
+// Chunks.
+
+#[test]
+fn the_chunk_keeps_the_step_within_the_target() {
+    let mut bench = taught("slots=8");
+    bench.run_all("ask 1 tpot=0.2\nprogress 1");
+    let chunk = |actions: &[Action]| {
+        let of = |action: &Action| match action {
+            Action::SetChunk { chunk_tokens, .. } => Some(*chunk_tokens),
+            _ => None,
+        };
+        actions.iter().filter_map(of).next_back()
+    };
+    // 0.9 times 200 ms, less 5 ms for the step and 1 ms for the one that decodes.
+    let told = chunk(&bench.run("report A")).unwrap();
+    assert!((165..=180).contains(&told), "{told}");
+    assert_eq!(chunk(&bench.run("report A")), None, "once");
+    bench.run_all("ask 2 tpot=0.01\nprogress 2");
+    assert_eq!(chunk(&bench.run("report A")), Some(128), "the floor");
+}
+
+// Placement.
+
+#[test]
+fn a_prompt_goes_where_its_beginning_is() {
+    let mut bench = Bench::with(policy());
+    bench.run("router r");
+    for name in ["A", "B", "C"] {
+        bench.run(&format!("worker {name} slots=8 context=100000"));
+        bench.teach(name, 1.0);
+    }
+    let blocks = (1..=100).map(|block| block.to_string()).collect::<Vec<_>>().join(",");
+    bench.run(&format!("ask 1 prompt=1600 blocks={blocks}"));
+    let holder = bench.worker_of(1).to_owned();
+    bench.run_all("progress 1\nrelease 1");
+    for number in 2..20 {
+        bench.run(&format!("ask {number} prompt=1620 blocks={blocks}"));
+        assert_eq!(bench.worker_of(number), holder);
+        assert_eq!(bench.grant(number).unwrap().cached_tokens, 1600);
+        bench.run_all(&format!("progress {number}\nrelease {number}"));
+    }
+    // What a worker says itself is believed instead.
+    let link = bench.links[&holder];
+    bench.step(Event::BlocksChanged {
+        link,
+        change: BlockChange::Cleared,
+    });
+    bench.run(&format!("ask 30 prompt=1620 blocks={blocks}"));
+    assert_eq!(bench.grant(30).unwrap().cached_tokens, 0);
+}
+
+#[test]
+fn a_slow_worker_gets_less() {
+    let mut bench = Bench::with(policy());
+    bench.run_all("router r\nworker A slots=64 context=100000\nworker B slots=64 context=100000");
+    for _ in 0..20 {
+        bench.teach("A", 1.0);
+        bench.teach("B", 2.0);
+    }
+    for number in 0..40 {
+        bench.run(&format!("ask {number} prompt=20"));
+        bench.run("+0.02 silent");
+    }
+    assert!(
+        bench.load("A") > bench.load("B") + 4,
+        "{} {}",
+        bench.load("A"),
+        bench.load("B")
+    );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// The search finds what looking at everybody finds.
+    #[test]
+    fn the_best_worker_is_found_without_looking_at_all(seed in any::<u64>()) {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let policy = Policy { dispatch_ahead_s: 1e9, shed: false, heartbeats_missed: 100_000, ..policy() };
+        let mut bench = Bench::with(policy);
+        bench.run("router r");
+        let workers = rng.random_range(2..12);
+        for worker in 0..workers {
+            let slots = rng.random_range(1..20);
+            bench.run(&format!("worker w{worker} slots={slots} context=100000"));
+        }
+        bench.teach("w0", 1.0);
+        let mut open = Vec::new();
+        for number in 0..60 {
+            // Prompts of a few families share beginnings.
+            let (family, depth) = (rng.random_range(0..4_u64), rng.random_range(0..30_u64));
+            let blocks: Vec<u64> = (1..=depth).map(|block| family * 1000 + block).collect();
+            let prompt = depth as u32 * 16 + rng.random_range(1..400);
+            let ask = Ask { prompt_tokens: prompt, block_hashes: blocks.clone(), ..Ask::default() };
+            let expected = bench.core.brute_force(bench.now_s, "p", &ask);
+            let blocks = blocks.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+            let now_s = bench.now_s;
+            bench.run(&format!("ask {number} prompt={prompt} blocks={blocks}"));
+            match (bench.grant(number).cloned(), expected) {
+                (Some(grant), Some(scores)) => {
+                    let least = scores.values().copied().fold(f64::INFINITY, f64::min);
+                    let got = scores[&grant.worker];
+                    prop_assert!(got <= least + 1e-6 * least.abs(), "seed {seed}, {now_s}: {got} but {least}");
+                    open.push(number);
+                }
+                (None, None) => {}
+                (grant, scores) => prop_assert!(false, "{grant:?} {scores:?}"),
+            }
+            if rng.random_bool(0.3) && !open.is_empty() {
+                let which = open[rng.random_range(0..open.len())];
+                bench.run(&format!("progress {which}"));
+            }
+            if rng.random_bool(0.2) && !open.is_empty() {
+                let which = open.swap_remove(rng.random_range(0..open.len()));
+                bench.run(&format!("release {which}"));
+            }
+            let seconds = rng.random_range(0.0..0.2);
+            bench.run(&format!("+{seconds} silent"));
+            if rng.random_bool(0.1) {
+                let which = rng.random_range(0..workers);
+                let tokens = rng.random_range(0..500);
+                bench.run(&format!("report w{which} waiting_prompt_tokens={tokens}"));
+            }
+        }
+    }
+}
+
+// A worker that takes its time.
+
+/// Asks are run as they are granted: a token takes 1 ms of prompt and 10 ms of answer, and who is put aside stands still.
+struct Mill {
+    bench: Bench,
+    /// Ends of what runs: (when, number, has its first token).
+    running: BTreeMap<u64, (f64, bool)>,
+    tokens: BTreeMap<u64, (u32, u32)>,
+    aside: BTreeSet<u64>,
+    ended: BTreeMap<u64, f64>,
+    refused: BTreeSet<u64>,
+    busy_until_s: BTreeMap<Arc<str>, f64>,
+    granted_s: BTreeMap<u64, f64>,
+    /// Tokens computed for each tenant.
+    had: BTreeMap<String, f64>,
+    tenants: BTreeMap<u64, String>,
+}
+
+impl Mill {
+    fn new(policy: Policy, workers: u32, slots: u32) -> Self {
+        let mut bench = Bench::with(policy);
+        bench.run("router r");
+        for worker in 0..workers {
+            bench.run(&format!("worker w{worker} slots={slots} context=100000"));
+            bench.teach(&format!("w{worker}"), 1.0);
+        }
+        Self {
+            bench,
+            running: BTreeMap::new(),
+            tokens: BTreeMap::new(),
+            aside: BTreeSet::new(),
+            ended: BTreeMap::new(),
+            refused: BTreeSet::new(),
+            busy_until_s: BTreeMap::new(),
+            granted_s: BTreeMap::new(),
+            had: BTreeMap::new(),
+            tenants: BTreeMap::new(),
+        }
+    }
+
+    fn ask(&mut self, number: u64, prompt: u32, output: u32, tenant: &str, options: &str) {
+        self.tokens.insert(number, (prompt, output));
+        self.tenants.insert(number, tenant.to_owned());
+        let done = self
+            .bench
+            .run(&format!("ask {number} prompt={prompt} tenant={tenant} {options}"));
+        self.take(&done);
+    }
+
+    fn take(&mut self, actions: &[Action]) {
+        for action in actions {
+            match action {
+                Action::Granted(grant) => self.start(grant.ask, &grant.instance_id.clone()),
+                Action::Refused(refusal) => {
+                    self.refused.insert(refusal.ask);
+                }
+                Action::Preempt { lease, .. } => {
+                    let number = self.number_of(*lease);
+                    self.running.remove(&number);
+                    self.aside.insert(number);
+                }
+                Action::Resume { lease, .. } => {
+                    let number = self.number_of(*lease);
+                    self.aside.remove(&number);
+                    let instance = self.bench.grant(number).unwrap().instance_id.clone();
+                    self.start(number, &instance);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn number_of(&self, lease: LeaseId) -> u64 {
+        self.bench
+            .granted
+            .iter()
+            .find(|(_, grant)| grant.lease == lease)
+            .unwrap()
+            .0
+             .1
+    }
+
+    fn start(&mut self, number: u64, instance: &Arc<str>) {
+        let now_s = self.bench.now_s;
+        self.granted_s.entry(number).or_insert(now_s);
+        let (prompt, output) = self.tokens[&number];
+        *self.had.entry(self.tenants[&number].clone()).or_default() += f64::from(prompt) + 2.0 * f64::from(output);
+        let busy = self.busy_until_s.entry(instance.clone()).or_default();
+        *busy = busy.max(now_s) + f64::from(prompt) / 1e3;
+        self.running.insert(number, (*busy, false));
+    }
+
+    /// Time passes until then.
+    fn until(&mut self, until_s: f64) {
+        let mut reported_s = self.bench.now_s;
+        loop {
+            let next = self
+                .running
+                .iter()
+                .min_by(|a, b| a.1 .0.total_cmp(&b.1 .0))
+                .map(|(&number, &at)| (at, number));
+            let next_s = next
+                .map_or(until_s, |((at_s, _), _)| at_s)
+                .min(until_s)
+                .min(reported_s + 0.25);
+            let done = self.bench.advance((next_s - self.bench.now_s).max(0.0));
+            self.take(&done);
+            if self.bench.now_s >= reported_s + 0.25 {
+                reported_s = self.bench.now_s;
+                let names: Vec<_> = self.bench.joined().into_iter().map(str::to_owned).collect();
+                for name in names {
+                    let done = self.bench.run(&format!("report {name}"));
+                    self.take(&done);
+                }
+            }
+            match next.filter(|((at_s, _), number)| *at_s <= self.bench.now_s && self.running.contains_key(number)) {
+                Some(((_, false), number)) => {
+                    let output = self.tokens[&number].1;
+                    self.running
+                        .insert(number, (self.bench.now_s + f64::from(output) / 100.0, true));
+                    let done = self.bench.run(&format!("progress {number}"));
+                    self.take(&done);
+                }
+                Some(((_, true), number)) => {
+                    self.running.remove(&number);
+                    self.ended.insert(number, self.bench.now_s);
+                    let (prompt, tokens) = self.tokens[&number];
+                    let done = self
+                        .bench
+                        .run(&format!("release {number} tokens={tokens} prompt={prompt}"));
+                    self.take(&done);
+                }
+                None if self.bench.now_s >= until_s => return,
+                None => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn tenants_that_flood_do_not_displace_others() {
+    for (weights, share) in [(BTreeMap::new(), 1.0), (BTreeMap::from([("big".to_owned(), 3.0)]), 3.0)] {
+        let quantum = 2000.0;
+        let mut mill = Mill::new(
+            Policy {
+                fair_quantum_tokens: quantum,
+                tenant_weights: weights,
+                ..policy()
+            },
+            1,
+            4,
+        );
+        // One asks for much at once, the other for the same in small pieces.
+        let mut number = 0;
+        for _ in 0..60 {
+            number += 1;
+            mill.ask(number, 800, 100, "big", "expect=100");
+        }
+        for _ in 0..250 {
+            number += 1;
+            mill.ask(number, 100, 50, "small", "expect=50");
+        }
+        mill.until(mill.bench.now_s + 25.0);
+        let (big, small) = (mill.had["big"], mill.had["small"]);
+        assert!(mill.bench.core.queue().len() > 100, "both still wait");
+        // 2 max(w_p L_in, w_q M) of VTC, with M the tokens of a full batch: 4 requests of 900.
+        let bound = 2.0 * f64::max(800.0, 2.0 * 4.0 * 900.0);
+        assert!((big / share - small).abs() <= bound, "{big} {small}");
+        assert!(big > 5_000.0 && small > 5_000.0, "{big} {small}");
+    }
+}
+
+#[test]
+fn batch_work_is_served_under_endless_interactive_load() {
+    let mut mill = Mill::new(policy(), 1, 4);
+    mill.ask(1, 100, 50, "t", "cls=batch");
+    for number in 2..8 {
+        mill.ask(number, 400, 50, "t", "cls=batch max_tokens=50");
+    }
+    let mut number = 10;
+    let began_s = mill.bench.now_s;
+    while mill.bench.now_s < began_s + 4.0 * AGING_S {
+        number += 1;
+        // Twice what the worker can do.
+        mill.ask(number, 600, 20, "t", "cls=interactive ttft=2");
+        mill.until(mill.bench.now_s + 0.3);
+    }
+    for batch in 1..8 {
+        let ended_s = mill.ended.get(&batch);
+        assert!(
+            ended_s.is_some(),
+            "{batch}: {:?} {:?}",
+            mill.granted_s.get(&batch),
+            mill.bench.core.measures()
+        );
+    }
+    assert!(mill.bench.core.measures().shed > 50);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    /// Whatever is asked for: every ask that was taken in ends, or is refused by its own deadline or target.
+    #[test]
+    fn nobody_starves(seed in any::<u64>(), workers in 1_u32..4, slots in 1_u32..5) {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let share = if rng.random_bool(0.3) { 0.8 } else { 0.0 };
+        let mut mill = Mill::new(Policy { prefill_share: share, ..policy() }, workers, slots);
+        let count = 60;
+        for number in 0..count {
+            let (prompt, output) = (rng.random_range(1..1500), rng.random_range(1..200));
+            let class = Class::ALL[rng.random_range(0..3)].name();
+            let tenant = ["a", "b", "c"][rng.random_range(0..3)];
+            let mut options = format!("cls={class} max_tokens={output}");
+            if rng.random_bool(0.2) {
+                options += &format!(" left_s={:.2}", rng.random_range(0.1..20.0));
+            }
+            if rng.random_bool(0.2) {
+                options += &format!(" ttft={:.2}", rng.random_range(0.1..5.0));
+            }
+            mill.ask(number, prompt, output, tenant, &options);
+            let seconds = rng.random_range(0.0..0.6);
+            mill.until(mill.bench.now_s + seconds);
+        }
+        mill.until(mill.bench.now_s + 600.0);
+        for number in 0..count {
+            let over = mill.ended.contains_key(&number) || mill.refused.contains(&number);
+            prop_assert!(over, "seed {seed}: {number} {:?} {:?}", mill.tokens[&number], mill.bench.grant(number));
+        }
+        prop_assert!(mill.bench.core.queue().is_empty() && mill.bench.core.fleet().leases.is_empty());
+    }
+}
