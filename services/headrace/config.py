@@ -158,9 +158,9 @@ class SchedulerConfig:
     )
     standard_ttft_s: float = setting(5.0, "target of standard requests for the first token", minimum=0.001)
     batch_ttft_s: float = setting(60.0, "target of batch requests for the first token", minimum=0.001)
-    interactive_tpot_s: float = setting(0.2, "target of interactive requests between tokens", minimum=0.001)
-    standard_tpot_s: float = setting(0.5, "target of standard requests between tokens", minimum=0.001)
-    batch_tpot_s: float = setting(2.0, "target of batch requests between tokens", minimum=0.001)
+    interactive_tpot_s: float = setting(0.1, "target of interactive requests between tokens", minimum=0.001)
+    standard_tpot_s: float = setting(0.2, "target of standard requests between tokens", minimum=0.001)
+    batch_tpot_s: float = setting(1.0, "target of batch requests between tokens", minimum=0.001)
     dispatch_ahead_s: float = setting(
         # Enough to hide the round trip and a step; what waits here can still be put in order, and moved.
         0.1,

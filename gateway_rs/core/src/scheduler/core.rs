@@ -120,7 +120,7 @@ impl Default for Policy {
             queue_factor: 1.25,
             placement: place::Policy::default(),
             ttft_target_s: [1.0, 5.0, 60.0],
-            tpot_target_s: [0.2, 0.5, 2.0],
+            tpot_target_s: [0.1, 0.2, 1.0],
             dispatch_ahead_s: 0.1,
             shed: true,
             preempt: true,

@@ -11,6 +11,7 @@
 //! scored one by one. What this module leaves to `core.rs`: whose turn it is, and all answers.
 
 use std::{
+    cell::Cell,
     collections::{BTreeMap, BTreeSet, VecDeque},
     fmt::Debug,
     ops::Bound,
@@ -643,6 +644,8 @@ pub struct Fleet {
     pub version: u64,
     /// What work costs.
     pub kinds: Kinds,
+    /// Workers that were looked at, over all searches.
+    pub looked_at: u64,
     index: PrefixIndex,
     /// Workers by their numbers in the index.
     numbers: Map<u32, Link>,
@@ -664,6 +667,7 @@ impl Fleet {
             changed: false,
             version: 0,
             kinds: Kinds::default(),
+            looked_at: 0,
             index: PrefixIndex::new(),
             numbers: Map::default(),
             last_number: 0,
@@ -1004,12 +1008,15 @@ impl Fleet {
             pool: self.pools.get(pool)?,
             now_s,
             ask,
+            looked_at: Cell::new(0),
         };
         let choice = if placer.policy() == Policy::MarginalDelay {
             search.least_delay(placer, &mut overlaps, rng)
         } else {
             search.by_rule(placer, &overlaps, rng)
         };
+        let looked_at = search.looked_at.get();
+        self.looked_at += looked_at;
         self.overlaps = overlaps;
         choice
     }
@@ -1100,10 +1107,12 @@ struct Search<'a> {
     pool: &'a Pool,
     now_s: f64,
     ask: &'a Ask,
+    looked_at: Cell<u64>,
 }
 
 impl<'a> Search<'a> {
     fn fitting(&self, link: Link) -> Option<&'a Worker> {
+        self.looked_at.set(self.looked_at.get() + 1);
         let worker = self.fleet.workers.get(&link)?;
         (worker.open() && worker.can_ever_run(self.ask) && worker.has_room(self.ask)).then_some(worker)
     }

@@ -233,6 +233,83 @@ fn a_prompt_goes_where_its_beginning_is() {
 }
 
 #[test]
+fn a_search_does_not_grow_with_the_fleet() {
+    let looked_at = |workers: u32| {
+        let mut core = Core::new(policy(), 1, 0.0, 1);
+        let mut actions = Vec::new();
+        for link in 1..=u64::from(workers) {
+            let name: Arc<str> = format!("w{link}").into();
+            let hello = WorkerHello {
+                worker_id: name.clone(),
+                instance_id: name.clone(),
+                pool: "p".into(),
+                address: name,
+                description: Description {
+                    slots: 64,
+                    block_tokens: 16,
+                    ..Description::default()
+                },
+                startup_s: 0.0,
+            };
+            core.step(
+                0.0,
+                Event::WorkerJoined {
+                    link,
+                    hello: Box::new(hello),
+                },
+                &mut actions,
+            );
+            let load = Box::new(Load {
+                state: WorkerState::Ready,
+                ..Load::default()
+            });
+            core.step(0.0, Event::WorkerReported { link, load }, &mut actions);
+        }
+        let link = 1_000_000;
+        let (router_id, running) = ("r".into(), Vec::new());
+        core.step(
+            0.0,
+            Event::RouterJoined {
+                link,
+                router_id,
+                running,
+            },
+            &mut actions,
+        );
+        let mut leases = std::collections::VecDeque::new();
+        let count = 20 * u64::from(workers).max(50);
+        for number in 0..count {
+            let ask = Box::new(Ask {
+                number,
+                pools: vec!["p".into()],
+                prompt_tokens: 100 + number as u32 % 50,
+                // One beginning in two is one of a few.
+                block_hashes: if number % 2 == 0 {
+                    vec![number % 6, 100 + number % 6]
+                } else {
+                    Vec::new()
+                },
+                ..Ask::default()
+            });
+            actions.clear();
+            core.step(0.0, Event::Asked { link, ask }, &mut actions);
+            let [Action::Granted(grant)] = &actions[..] else {
+                panic!("{actions:?}");
+            };
+            leases.push_back(grant.lease);
+            if leases.len() > workers as usize * 4 {
+                let lease = leases.pop_front().unwrap();
+                let books = Books::default();
+                core.step(0.0, Event::Released { link, lease, books }, &mut actions);
+            }
+        }
+        core.fleet().looked_at as f64 / count as f64
+    };
+    let (small, large) = (looked_at(10), looked_at(1000));
+    assert!(large < 80.0, "{small} workers looked at of 10, {large} of 1,000");
+}
+
+#[test]
 fn a_slow_worker_gets_less() {
     let mut bench = Bench::with(policy());
     bench.run_all("router r\nworker A slots=64 context=100000\nworker B slots=64 context=100000");
