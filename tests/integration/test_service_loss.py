@@ -132,7 +132,11 @@ async def test_an_answer_that_ends_while_the_scheduler_is_away(lab: Lab) -> None
     assert (await answer.rest()).succeeded().text == "a"
     await back(lab, "scheduler")
     await answers(lab)
-    assert (await lab.fleet()).leases == 0
+
+    async def none_leased() -> bool:
+        return (await lab.fleet()).leases == 0
+
+    await eventually(none_leased, "all leases given back")
     (await lab.ask("go", mode="plain")).succeeded()
     # The old scheduler's lease has nobody to be told to.
     lab.books.grants.clear()

@@ -732,6 +732,7 @@ impl Fleet {
     pub(super) fn remove(&mut self, link: Link) -> Option<(Worker, Vec<Lease>)> {
         let mut worker = self.workers.remove(&link)?;
         self.instances.remove(&worker.hello.instance_id);
+        self.kinds.leave(worker.kind);
         self.numbers.remove(&worker.number);
         self.index.remove_worker(worker.number);
         worker.load.state = WorkerState::Unhealthy;

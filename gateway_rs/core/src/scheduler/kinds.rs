@@ -62,14 +62,20 @@ impl Drift {
     }
 }
 
+/// Kinds that are remembered while nobody is of them, for workers that come back.
+const MAX_UNUSED: usize = 64;
+
 #[derive(Debug)]
 struct Kind {
+    key: [Arc<str>; 4],
     name: String,
     model: CostModel,
     block_tokens: u32,
+    /// Workers that are of it now.
+    workers: u32,
 }
 
-/// All kinds that were seen. They are kept: a fleet has few.
+/// All kinds of workers that are here, and of some that were.
 #[derive(Debug, Default)]
 pub struct Kinds {
     kinds: Vec<Kind>,
@@ -77,7 +83,7 @@ pub struct Kinds {
 }
 
 impl Kinds {
-    /// The kind of a worker that describes itself so.
+    /// The kind of a worker that joins and describes itself so; it counts as one of it until it leaves.
     pub fn of(&mut self, described: &Description) -> KindId {
         let key = [
             &described.model,
@@ -87,22 +93,38 @@ impl Kinds {
         ]
         .map(Arc::clone);
         if let Some(&kind) = self.by_description.get(&key) {
+            self.kinds[kind].workers += 1;
             return kind;
         }
         // A table that is not known is no table: its steps will tell.
         let table = CostTable::named(&described.cost_table).ok().map(Arc::new);
-        self.kinds.push(Kind {
-            name: key
-                .iter()
-                .filter(|part| !part.is_empty())
-                .map(|part| &**part)
-                .collect::<Vec<_>>()
-                .join("/"),
+        let parts = key.iter().filter(|part| !part.is_empty());
+        let made = Kind {
+            name: parts.map(|part| &**part).collect::<Vec<_>>().join("/"),
+            key: key.clone(),
             model: CostModel::new(table),
             block_tokens: described.block_tokens,
-        });
-        self.by_description.insert(key, self.kinds.len() - 1);
-        self.kinds.len() - 1
+            workers: 1,
+        };
+        let unused = self.kinds.iter().filter(|kind| kind.workers == 0).count();
+        let kind = match self.kinds.iter().position(|kind| kind.workers == 0) {
+            Some(kind) if unused >= MAX_UNUSED => {
+                self.by_description.remove(&self.kinds[kind].key);
+                self.kinds[kind] = made;
+                kind
+            }
+            _ => {
+                self.kinds.push(made);
+                self.kinds.len() - 1
+            }
+        };
+        self.by_description.insert(key, kind);
+        kind
+    }
+
+    /// A worker of that kind is gone.
+    pub fn leave(&mut self, kind: KindId) {
+        self.kinds[kind].workers -= 1;
     }
 
     /// Work of that many prompt tokens behind cached ones. Never 0, and proportional to tokens before anything is known.
@@ -170,8 +192,36 @@ impl Kinds {
         }
     }
 
-    /// Name and error of each kind.
+    /// Name and error of each kind that is here.
     pub fn errors(&self) -> impl Iterator<Item = (&str, ModelError)> {
-        self.kinds.iter().map(|kind| (kind.name.as_str(), kind.model.error()))
+        let here = self.kinds.iter().filter(|kind| kind.workers > 0);
+        here.map(|kind| (kind.name.as_str(), kind.model.error()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_of_workers_that_are_gone_are_forgotten_in_the_end() {
+        let mut kinds = Kinds::default();
+        let described = |model: usize| Description {
+            model: format!("m{model}").into(),
+            ..Description::default()
+        };
+        let kept = kinds.of(&described(0));
+        for model in 1..1000 {
+            let kind = kinds.of(&described(model));
+            assert_eq!(kinds.of(&described(model)), kind);
+            kinds.leave(kind);
+            kinds.leave(kind);
+        }
+        assert!(kinds.kinds.len() <= MAX_UNUSED + 2 && kinds.by_description.len() == kinds.kinds.len());
+        assert_eq!(
+            kinds.errors().map(|(name, _)| name.to_owned()).collect::<Vec<_>>(),
+            ["m0"]
+        );
+        assert_eq!(kinds.of(&described(0)), kept);
     }
 }
