@@ -726,7 +726,11 @@ mod tests {
             Settings::parse(r#"{"shed": false, "faults": [[5, 0, 4], [12, 1, 4]], "groups": [{"workers": 4}]}"#);
         let (config, _) = settings.expect("settings").check(64).expect("sound");
         let run = || {
-            let core = Core::new(crate::scheduler::Policy::default(), 1, 0.0, 1);
+            let policy = crate::scheduler::Policy {
+                shed: false,
+                ..crate::scheduler::Policy::default()
+            };
+            let core = Core::new(policy, 1, 0.0, 1);
             run(&config, &workload, core, &mut |_, _| true).expect("not stopped")
         };
         let (outcome, again) = (run(), run());

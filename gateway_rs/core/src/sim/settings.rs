@@ -202,7 +202,12 @@ impl Settings {
     pub fn run(&self, workload: &Workload, progress: OnProgress<'_>) -> Result<Option<Outcome>, SettingsError> {
         let (config, policy) = self.check(workload.block_tokens)?;
         if self.scheduler == "core" {
-            let core = Core::new(scheduler::Policy::default(), self.seed, 0.0, 1);
+            let served_by = scheduler::Policy {
+                placement: policy,
+                shed: self.shed,
+                ..scheduler::Policy::default()
+            };
+            let core = Core::new(served_by, self.seed, 0.0, 1);
             return Ok(super::run(&config, workload, core, progress));
         }
         let tables = config
