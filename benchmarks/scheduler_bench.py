@@ -87,12 +87,14 @@ async def place(link: grpc.aio.Channel, placements: int) -> float:
 
     async def write() -> None:
         nonlocal asked
-        while asked < placements:
-            if asked - answered >= IN_FLIGHT:
+        while answered < placements:
+            full = asked == placements or asked - answered >= IN_FLIGHT
+            # What was granted is given back even when nothing more can be asked: others wait for the room.
+            if full and not granted:
                 await asyncio.sleep(0)
                 continue
             message = scheduler_pb2.PlaceRequest()
-            for _ in range(min(BATCH, placements - asked)):
+            for _ in range(0 if full else min(BATCH, placements - asked)):
                 asked += 1
                 ask.ask = asked
                 ask.prompt_tokens = 100 + asked * 37 % 400
