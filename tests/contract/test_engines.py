@@ -233,7 +233,10 @@ async def test_seeds_decide(bench: Bench) -> None:
     assert first == second
     choices = await ids(1, 2, 3)
     assert len({tuple(choice) for choice in choices}) == 3
-    assert choices[0] == first[0]
+    # The first id is drawn before there is company; after it, logits may differ in their last bits beside others, and
+    # where a CPU computes larger batches by other instructions (AMX) in more than those.
+    same = len(first[0]) if bench.engine.describe().capabilities.batch_invariant else 1
+    assert choices[0][:same] == first[0][:same]
 
 
 async def test_choices_are_counted_together(bench: Bench) -> None:
