@@ -129,22 +129,16 @@ def _words(mesh: Mesh) -> str:
     )
 
 
-class BenchProgress:
-    """The progress of a load, on standard error when that is a terminal."""
+class _Bar:
+    """A progress bar on standard error, when that is a terminal. Entered, it takes what is done and one figure more."""
 
-    def __init__(self, plan: Plan, *, quiet: bool) -> None:
-        self._console = stderr()
-        self._plan = plan
-        self._shown = self._console.is_terminal and not quiet
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens]} tokens"),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=self._console, transient=True)
-        self._task = self._progress.add_task("loading", total=plan.request_count, tokens=0)
+    def __init__(self, doing: str, total: int | None, *more: TextColumn, quiet: bool) -> None:
+        """``more`` are columns between the count and the clock; the figure is ``task.fields[figure]`` there."""
+        console = stderr()
+        self._shown = console.is_terminal and not quiet
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *more, TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task(doing, total=total, figure=0)
 
     def __enter__(self) -> Callable[[int, int], None]:
         if self._shown:
@@ -155,9 +149,16 @@ class BenchProgress:
         if self._shown:
             self._progress.stop()
 
-    def _on_progress(self, ended: int, tokens: int) -> None:
+    def _on_progress(self, ended: int, figure: int) -> None:
         if self._shown:
-            self._progress.update(self._task, completed=ended, tokens=tokens)
+            self._progress.update(self._task, completed=ended, figure=figure)
+
+
+class BenchProgress(_Bar):
+    """The progress of a load: requests ended, and their tokens."""
+
+    def __init__(self, plan: Plan, *, quiet: bool) -> None:
+        super().__init__("loading", plan.request_count, TextColumn("{task.fields[figure]} tokens"), quiet=quiet)
 
 
 def show_report(report: Report) -> None:
@@ -189,34 +190,11 @@ def _milliseconds(spread: Spread | None) -> list[str]:
     return [f"{value * 1000:.2f}" for value in (spread.p50, spread.p90, spread.p99, spread.mean, spread.max)]
 
 
-class SimProgress:
-    """The bar of ``headrace sim``: requests ended over all runs. What it returns is for the simulator to call."""
+class SimProgress(_Bar):
+    """The bar of ``headrace sim``: requests ended over all runs; the figure, all of them, says nothing new."""
 
     def __init__(self, plan: sim.Plan, *, quiet: bool = False) -> None:
-        console = stderr()
-        self._shown = not quiet and console.is_terminal
-        self._progress = Progress(
-            TextColumn("simulating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("", total=plan.runs * len(plan.workload))
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        if self._shown:
-            self._progress.start()
-        return self._on_progress
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._progress.stop()
-
-    def _on_progress(self, ended: int, _all: int) -> None:
-        if self._shown:
-            self._progress.update(self._task, completed=ended)
+        super().__init__("simulating", plan.runs * len(plan.workload), quiet=quiet)
 
 
 def show_simulation(results: sim.Results) -> None:
