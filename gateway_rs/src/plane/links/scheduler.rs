@@ -174,13 +174,14 @@ impl Scheduler {
             return None;
         }
         let (grant, taken) = state.shares.place(ask)?;
+        let worker = taken.worker;
         let held = Held {
             running: running(ask, &grant),
             taken: Some(taken),
         };
         let placed = Placed {
             lease: grant.lease,
-            worker: held.taken.as_ref().map_or(0, |taken| taken.worker),
+            worker,
             ask: Some(std::mem::take(ask)),
         };
         let bytes = 128 + placed.ask.as_ref().map_or(0, |ask| ask.block_hashes.len() * 8);
