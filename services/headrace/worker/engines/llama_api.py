@@ -215,12 +215,18 @@ class Context:
         """KV of one sequence becomes that of another, too."""
         self.library.llama_memory_seq_cp(self._memory, source, target, start, end)
 
-    def state_bytes(self, tokens: int) -> int:
-        """What ``save`` writes for so many positions. Before any sequence has KV."""
+    def try_out(self, sequence: int, tokens: int) -> None:
+        """Computes so many positions of a sequence that has none, as a prompt. What they hold is of no use."""
         self.tokens[:tokens], self.positions[:tokens] = 1, np.arange(tokens)
-        self.sequence_ids[:tokens], self.wants_logits[:tokens] = self._scratch, 0
+        self.sequence_ids[:tokens], self.wants_logits[:tokens] = sequence, 0
+        self.wants_logits[tokens - 1] = 1
         if (code := self.decode(tokens)) != 0:
             raise EngineError(f"llama.cpp could not compute a step of {tokens} tokens (code {code})")
+        self.logits(1)
+
+    def state_bytes(self, tokens: int) -> int:
+        """What ``save`` writes for so many positions. Before any sequence has KV."""
+        self.try_out(self._scratch, tokens)
         size = int(self.library.llama_state_seq_get_size(self._context, self._scratch))
         self.remove(self._scratch, 0, -1)
         return size

@@ -284,14 +284,7 @@ class LlamaBackend:
         assert context is not None
         full = min(limits.idle_chunk_tokens, limits.kv_blocks * limits.block_tokens)
         for count in (full, 1):
-            context.tokens[:count] = 1
-            context.positions[:count] = np.arange(count)
-            context.sequence_ids[:count] = 0
-            context.wants_logits[:count] = 0
-            context.wants_logits[count - 1] = 1
-            if (code := context.decode(count)) != 0:
-                raise EngineError(f"llama.cpp could not compute the first step of {count} tokens (code {code})")
-            context.logits(1)
+            context.try_out(0, count)
             context.remove(0, 0, -1)
 
 
