@@ -121,7 +121,9 @@ def up(
     config: ConfigFile = None,
     overrides: Overrides = None,
     workers: Annotated[int, typer.Option(help="Workers to start.")] = 1,
-    engine: Annotated[str, typer.Option(help="llama_cpp or sim.", show_default="the configured one")] = "",
+    engine: Annotated[
+        str, typer.Option(help="llama_cpp, tensorrt_llm or sim.", show_default="the configured one")
+    ] = "",
     model: Annotated[
         str,
         typer.Option(help="A configured model's name, or a .gguf file or folder.", show_default="the configured one"),

@@ -227,10 +227,16 @@ class WorkerConfig:
         "127.0.0.1:8083", "the cache's address, for block events; empty = none", address="peer", optional=True
     )
     model: str = setting("smollm2-135m", "the model to serve, by its name under [[models]]")
-    engine: str = setting("llama_cpp", "what generates: a real engine, or timed ids", choices=("llama_cpp", "sim"))
+    engine: str = setting(
+        "llama_cpp", "what generates: a real engine, or timed ids", choices=("llama_cpp", "tensorrt_llm", "sim")
+    )
     slots: int = setting(16, "choices generated at once", minimum=1, maximum=4096)
     context_tokens: int = setting(0, "prompt and answer of one request; 0 = what the model was made for", minimum=0)
-    kv_tokens: int = setting(16384, "tokens of KV in all, the engine's hard memory bound", minimum=16)
+    kv_tokens: int = setting(
+        16384,
+        "llama_cpp and sim engines: tokens of KV in all, the engine's hard memory bound",
+        minimum=16,
+    )
     block_tokens: int = setting(16, "tokens of one KV block", minimum=1, maximum=512)
     chunk_tokens: int = setting(
         # Some 100 to 200 ms of prefill on one core: the longest a running stream waits for a neighbour's prompt.
@@ -266,6 +272,100 @@ class WorkerConfig:
         optional=True,
     )
     sim_output_tokens: int = setting(0, "sim engine: ids before it ends an answer by itself; 0 = never", minimum=0)
+
+
+@dataclass(frozen=True)
+class TensorRtLlmConfig:
+    """The tensorrt_llm engine, in TensorRT-LLM's own words. Slots, context and blocks are the worker's settings."""
+
+    model: str = setting("", "checkpoint: a folder or a Hugging Face id; empty = the source under [[models]]")
+    extra_llm_api_options: str = setting(
+        "", "YAML or JSON file with any further arguments of LLM, over all of these; empty = none"
+    )
+    backend: str = setting("pytorch", "executor", choices=("pytorch", "_autodeploy"))
+    tensor_parallel_size: int = setting(1, "GPUs that share each layer", minimum=1)
+    pipeline_parallel_size: int = setting(1, "stages of layers, each on its own GPUs", minimum=1)
+    context_parallel_size: int = setting(1, "GPUs that share a context", minimum=1)
+    moe_tensor_parallel_size: int = setting(0, "GPUs that share each expert; 0 = TensorRT-LLM's choice", minimum=0)
+    moe_expert_parallel_size: int = setting(0, "GPUs that divide the experts; 0 = TensorRT-LLM's choice", minimum=0)
+    gpus_per_node: int = setting(0, "GPUs of each node; 0 = those that are visible", minimum=0)
+    enable_attention_dp: bool = setting(False, "each tensor-parallel rank schedules requests of its own")
+    orchestrator_type: str = setting("", "who starts the ranks; empty = MPI", choices=("", "rpc", "ray"))
+    dtype: str = setting("auto", "of weights that are not quantised")
+    load_format: str = setting("auto", "weights, or random ones for measurements", choices=("auto", "dummy"))
+    trust_remote_code: bool = setting(False, "run code that comes with the checkpoint")
+    max_num_tokens: int = setting(8192, "tokens of one step, prompts and answers together", minimum=16)
+    enable_chunked_prefill: bool = setting(
+        # Without it a prompt longer than a step is refused.
+        True,
+        "compute long prompts in several steps",
+    )
+    kv_cache_free_gpu_memory_fraction: float = setting(
+        0.9, "KV's share of the memory that is free beside the weights", minimum=0.01, maximum=1.0
+    )
+    kv_cache_max_tokens: int = setting(0, "tokens of KV at most; 0 = as many as fit", minimum=0)
+    kv_cache_dtype: str = setting("auto", "of KV", choices=("auto", "float16", "bfloat16", "float32", "fp8", "nvfp4"))
+    kv_cache_host_cache_size: int = setting(0, "bytes of main memory for KV that nobody uses now", minimum=0)
+    kv_cache_event_buffer_max_size: int = setting(
+        # Read 20 times a second: a burst of prompts of a million tokens fits.
+        65536,
+        "block events that may wait to be read; more are lost, and what is held is learned anew",
+        minimum=1024,
+    )
+    interactive_retention_priority: int = setting(
+        50, "how long interactive requests' KV is kept, against 35 of standard ones", minimum=0, maximum=100
+    )
+    batch_retention_priority: int = setting(20, "the same of batch requests", minimum=0, maximum=100)
+    capacity_scheduler_policy: str = setting(
+        "GUARANTEED_NO_EVICT",
+        "whether a request starts when all it may ever need is free, or at once, to be paused when it is not",
+        choices=("GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"),
+    )
+    context_chunking_policy: str = setting(
+        "",
+        "which prompts get a step's room; empty = TensorRT-LLM's choice",
+        choices=("", "FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"),
+    )
+    disable_overlap_scheduler: bool = setting(False, "do not prepare a step while the one before is computed")
+    cuda_graph_max_batch_size: int = setting(0, "largest batch that is captured; 0 = TensorRT-LLM's choice", minimum=0)
+    cuda_graph_enable_padding: bool = setting(
+        # Batches between the captured sizes would run without a graph.
+        True,
+        "round batches up to a captured size",
+    )
+    attn_backend: str = setting("TRTLLM", "attention kernels", choices=("TRTLLM", "FLASHINFER", "VANILLA"))
+    allreduce_strategy: str = setting("AUTO", "how ranks add up")
+    sampler_type: str = setting(
+        "auto",
+        "sampler; with TensorRT-LLM 1.2 only TRTLLMSampler does penalties",
+        choices=("auto", "TorchSampler", "TRTLLMSampler"),
+    )
+    guided_decoding_backend: str = setting(
+        "xgrammar", "compiler of schemas and grammars; empty = none", choices=("", "xgrammar", "llguidance")
+    )
+    stream_interval: int = setting(1, "steps between two deliveries of an answer's tokens", minimum=1)
+    speculative_decoding_type: str = setting(
+        "",
+        "how tokens are guessed ahead; empty = not at all",
+        choices=("", "NGram", "Eagle", "Eagle3", "MTP", "Draft_Target", "PARD", "AUTO"),
+    )
+    max_draft_len: int = setting(4, "tokens guessed ahead at most", minimum=1)
+    speculative_model: str = setting("", "the model that guesses, where there is one")
+    lora_adapters: str = setting("", "adapters, like 'legal=/models/legal,sql=/models/sql'")
+    max_lora_rank: int = setting(64, "largest rank of an adapter", minimum=1)
+    start_timeout_s: float = setting(
+        # Half a terabyte of weights from a network disk, then kernels to tune and graphs to capture.
+        3600.0,
+        "time for the engine to load and to warm up",
+        minimum=0.1,
+    )
+    shutdown_timeout_s: float = setting(15.0, "time for the engine to shut down before it is killed", minimum=0.1)
+    canary_s: float = setting(
+        # A dead engine is found before a request is.
+        20.0,
+        "a quiet engine is asked for one token so often; 0 = never",
+        minimum=0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -308,6 +408,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    tensorrt_llm: TensorRtLlmConfig = field(default_factory=TensorRtLlmConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
 
@@ -405,11 +506,13 @@ def _check(config: Config) -> None:
     config.model(config.worker.model)
     tenant_weights(config.scheduler.tenant_weights)
     worker = config.worker
-    if worker.block_tokens > worker.kv_tokens:
+    # Other engines size their KV by themselves.
+    accounted = worker.engine in ("llama_cpp", "sim")
+    if accounted and worker.block_tokens > worker.kv_tokens:
         raise ConfigError(
             f"worker.block_tokens: must be at most worker.kv_tokens ({worker.kv_tokens}), got {worker.block_tokens}"
         )
-    if worker.context_tokens > worker.kv_tokens:
+    if accounted and worker.context_tokens > worker.kv_tokens:
         # Such a request could wait for ever: it never fits.
         raise ConfigError(
             f"worker.context_tokens: must be at most worker.kv_tokens ({worker.kv_tokens}), got {worker.context_tokens}"

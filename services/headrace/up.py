@@ -586,7 +586,7 @@ class Supervisor:
         prepare = self._prepare if self._prepare is not None else _models_prepare()
         served, engine = self._plan.config.worker.model, self._plan.config.worker.engine
         for model in self._plan.config.models:
-            weights = model.name == served and engine != "sim"
+            weights = model.name == served and engine == "llama_cpp"
 
             def work(model: ModelConfig = model, weights: bool = weights) -> None:
                 prepare(model.source, model.quantization, weights=weights, progress=self._on_progress)

@@ -1,52 +1,39 @@
 """One suite for every engine: what the engine protocol promises, whoever keeps it.
 
-The sim engine always runs; llama.cpp runs with the embedded model (marked ``model``). An engine added later joins by
-one more entry in ``ENGINES``.
+The sim engine always runs, and so does TensorRT-LLM's on the stand-in, as two releases; llama.cpp runs with the
+embedded model (marked ``model``); the real TensorRT-LLM runs where HEADRACE_TENSORRT_LLM_MODEL names a checkpoint's
+folder (marked ``gpu``). An engine added later joins by one more entry in ``ENGINES``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from tests.support import standin
+from tests.support.engines import PATIENCE_S, Bench, names
 from tests.support.waiting import eventually
 
 from headrace.config import WorkerConfig
-from headrace.v1 import types_pb2, worker_pb2
+from headrace.v1 import types_pb2
 from headrace.worker.engine import (
-    BlocksRemoved,
-    BlocksStored,
-    Delta,
     Engine,
-    Finish,
     Guided,
     LogprobOptions,
     Request,
-    Sampling,
-    StepResult,
     Stopping,
-    TokenLogprobs,
 )
 from headrace.worker.loop import BatchLoop
+from headrace.worker.selfbatched import SelfBatched
 
 STOP, LENGTH = types_pb2.OUTCOME_STOP, types_pb2.OUTCOME_LENGTH
 CANCELLED, DEADLINE = types_pb2.OUTCOME_CANCELLED, types_pb2.OUTCOME_DEADLINE
 
 CONFIG = WorkerConfig(slots=4, kv_tokens=1024, block_tokens=16, chunk_tokens=64, max_waiting=64)
-PATIENCE_S = 60.0
-
-
-def names(ids: list[int], lora: str, salt: bytes) -> list[int]:
-    """Block names, as good as any."""
-    ends = range(16, len(ids) + 1, 16)
-    return [hash((tuple(ids[:end]), lora, salt)) & (2**64 - 1) for end in ends]
 
 
 def sim() -> BatchLoop:
@@ -74,109 +61,36 @@ def llama_cpp() -> BatchLoop:
     return BatchLoop(LlamaBackend(models.prepare("embedded"), CONFIG), hash_blocks=names)
 
 
-ENGINES: dict[str, Callable[[], Engine]] = {"sim": sim, "llama_cpp": llama_cpp}
+def tensorrt_llm(version: str) -> SelfBatched:
+    """On the stand-in, with KV of the size of the others'."""
+    return standin.engine(CONFIG, kv_tokens=1024, context_tokens=1024, step_s=0.001, version=version)
 
 
-@dataclass
-class Answer:
-    """What came for one choice."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: Finish | None = None
+def tensorrt_llm_on_gpu() -> SelfBatched:
+    """The real one, with the checkpoint that the environment names."""
+    return standin.real_engine(CONFIG, kv_tokens=1024, context_tokens=1024)
 
 
-class Bench:
-    """A started engine and what it has said."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.answers: dict[tuple[int, int], Answer] = {}
-        self.cached: dict[int, int] = {}
-        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        self.held: set[int] = set()
-        self.failures: list[str] = []
-        self._keys = itertools.count(1)
-        self._news = asyncio.Event()
-
-    async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        await self.engine.start(
-            lambda result: _soon(loop, self._on_step, result), lambda why: _soon(loop, self.failures.append, why)
-        )
-
-    def _on_step(self, result: StepResult) -> None:
-        for delta in result.deltas:
-            self._on_delta(delta)
-        for change in result.blocks:
-            if isinstance(change, BlocksStored):
-                self.held |= set(change.hashes)
-            elif isinstance(change, BlocksRemoved):
-                self.held -= set(change.hashes)
-        self._news.set()
-
-    def _on_delta(self, delta: Delta) -> None:
-        answer = self.answers.setdefault((delta.key, delta.choice), Answer())
-        assert answer.finish is None, "something came after the finish"
-        assert delta.first_index == len(answer.ids)
-        answer.ids += delta.ids
-        answer.logprobs += delta.logprobs or []
-        answer.finish = delta.finish
-        if delta.cached_prompt_tokens is not None:
-            self.cached[delta.key] = delta.cached_prompt_tokens
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs[delta.key] = delta.prompt_logprobs
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                self._news.clear()
-                assert not self.failures, self.failures
-                await self._news.wait()
-
-    def submit(self, prompt: list[int], *, max_tokens: int = 8, seeds: tuple[int, ...] = (0,), **more: Any) -> Request:
-        eos = frozenset(self.engine.describe().eos_ids)
-        stopping = {name: more.pop(name) for name in ("min_tokens", "ignore_eos", "stop_ids") if name in more}
-        sampling = {name: more.pop(name) for name in list(more) if name in Sampling.__slots__}
-        request = Request(
-            key=next(self._keys),
-            prompt_ids=prompt,
-            stopping=Stopping(max_tokens, eos_ids=eos, **stopping),
-            sampling=Sampling(seeds=seeds, **sampling),
-            **more,
-        )
-        assert self.engine.submit(request) is None
-        return request
-
-    async def ended(self, request: Request) -> list[Answer]:
-        def over() -> bool:
-            answers = [self.answers.get((request.key, choice)) for choice in range(request.n)]
-            return all(answer is not None and answer.finish is not None for answer in answers)
-
-        await self.until(over)
-        return [self.answers[request.key, choice] for choice in range(request.n)]
-
-    async def ask(self, prompt: list[int], **options: Any) -> list[Answer]:
-        return await self.ended(self.submit(prompt, **options))
-
-    async def at_rest(self) -> worker_pb2.Load:
-        """Its load when all is over; the report may be one step behind the last finish."""
-
-        async def quiet() -> worker_pb2.Load | None:
-            load = self.engine.load()
-            return None if load.waiting_requests or load.running_requests else load
-
-        load = await eventually(quiet, "an engine at rest", PATIENCE_S)
-        assert load is not None
-        return load
-
-
-def _soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], value: object) -> None:
-    loop.call_soon_threadsafe(function, value)
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "sim": sim,
+    "llama_cpp": llama_cpp,
+    "tensorrt_llm 1.2": lambda: tensorrt_llm("1.2.1"),
+    "tensorrt_llm 1.4": lambda: tensorrt_llm("1.4.0rc4"),
+    "tensorrt_llm on a GPU": tensorrt_llm_on_gpu,
+}
+MARKS = {
+    "llama_cpp": [pytest.mark.model],
+    "tensorrt_llm on a GPU": [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not standin.REAL_MODEL, reason="needs a GPU and HEADRACE_TENSORRT_LLM_MODEL"),
+    ],
+}
 
 
 @pytest_asyncio.fixture(
-    params=["sim", pytest.param("llama_cpp", marks=pytest.mark.model)], scope="module", loop_scope="module"
+    params=[pytest.param(name, marks=MARKS.get(name, ())) for name in ENGINES],
+    scope="module",
+    loop_scope="module",
 )
 async def _engine(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     bench = Bench(ENGINES[request.param]())
@@ -276,12 +190,15 @@ async def test_stop_ids(bench: Bench) -> None:
 
 
 async def test_logprobs(bench: Bench) -> None:
-    options = LogprobOptions(enabled=True, top=3, prompt=True)
+    of_prompt = bench.engine.describe().capabilities.prompt_logprobs
+    options = LogprobOptions(enabled=True, top=3, prompt=of_prompt)
     prompt = long_prompt(5, 40)
     request = bench.submit(prompt, max_tokens=4, ignore_eos=True, logprobs=options)
     (answer,) = await bench.ended(request)
     assert [each.drawn[0] for each in answer.logprobs] == answer.ids
-    for each in [*answer.logprobs, *bench.prompt_logprobs[request.key]]:
+    prompt_logprobs = bench.prompt_logprobs.get(request.key, [])
+    assert [each.drawn[0] for each in prompt_logprobs] == (prompt[1:] if of_prompt else [])
+    for each in [*answer.logprobs, *prompt_logprobs]:
         assert len(each.top) == 3
         values = [logprob for _, logprob in each.top]
         assert values == sorted(values, reverse=True)
@@ -289,7 +206,6 @@ async def test_logprobs(bench: Bench) -> None:
         assert len({token for token, _ in each.top}) == 3
     # Greedy, so the drawn one is the likeliest.
     assert all(each.drawn == each.top[0] for each in answer.logprobs)
-    assert [each.drawn[0] for each in bench.prompt_logprobs[request.key]] == prompt[1:]
 
 
 async def test_no_top_when_none_is_asked_for(bench: Bench) -> None:
@@ -310,7 +226,8 @@ async def test_a_prefix_is_reused_and_counted(bench: Bench) -> None:
     private = bench.submit(prompt, max_tokens=3, ignore_eos=True, cache_salt=b"reuse", reuse_prefix=False)
     assert (await bench.ended(other))[0].ids == (await bench.ended(private))[0].ids == ids[0]
     assert bench.cached[other.key] == bench.cached[private.key] == 0
-    assert set(names(prompt, "", b"reuse")) <= bench.held
+    # An engine with a process of its own tells of its blocks when it is asked.
+    await bench.until(lambda: set(bench.names(prompt, b"reuse")) <= bench.held)
     load = await bench.at_rest()
     assert load.kv_blocks_cached == len(bench.held)
 

@@ -38,7 +38,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ("[worker]\nslots = 1.5", "worker.slots: expected a whole number, got 1.5"),
         ("[worker]\nslots = true", "worker.slots: expected a whole number, got True"),
         ("[worker]\nprefix_cache = 1", "worker.prefix_cache: expected true or false, got 1"),
-        ("[worker]\nengine = 'gpu'", "worker.engine: must be one of llama_cpp, sim, got 'gpu'"),
+        ("[worker]\nengine = 'gpu'", "worker.engine: must be one of llama_cpp, tensorrt_llm, sim, got 'gpu'"),
         ("[router]\ndrain_grace_s = nan", "router.drain_grace_s: expected a finite number, got nan"),
         ("[router]\ndrain_grace_s = inf", "router.drain_grace_s: expected a finite number, got inf"),
         (f"[router]\nmax_open_requests = {10**400}", "router.max_open_requests: must be less than 2^63"),
@@ -129,7 +129,10 @@ def test_an_override_may_have_an_equals_sign_in_its_value() -> None:
     ("override", "message"),
     [
         ("worker.slots", "--set worker.slots: expected section.key=value"),
-        ("slots=4", "slots: expected section.key with a section of router, scheduler, cache, worker, telemetry"),
+        (
+            "slots=4",
+            "slots: expected section.key with a section of router, scheduler, cache, worker, tensorrt_llm, telemetry",
+        ),
         ("models.name=a", "models.name: expected section.key .* \\(models are listed in the file only\\)"),
         ("worker.slot=4", "worker.slot: unknown key"),
         ("worker.slots=four", "worker.slots: expected a whole number, got 'four'"),

@@ -607,8 +607,11 @@ def _end_span(open_: _Open, finish: Finish) -> None:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def make_engine(config: WorkerConfig, model: ModelConfig, folder: models.ModelFolder) -> Engine:
-    """The engine that is asked for. Raises ConfigError."""
+def make_engine(settings: Config, model: ModelConfig, folder: models.ModelFolder) -> Engine:
+    """The engine that is asked for. Raises ConfigError or ModelError."""
+    config = settings.worker
+    if config.engine == "tensorrt_llm":
+        return _self_batched(settings, model, folder)
     from headrace.worker.hashes import block_namer
     from headrace.worker.loop import Backend, BatchLoop
 
@@ -629,9 +632,24 @@ def make_engine(config: WorkerConfig, model: ModelConfig, folder: models.ModelFo
         )
         backend = SimBackend(sim_limits(config, folder), timing, folder, output_tokens=config.sim_output_tokens)
     else:
-        raise ConfigError(f"worker.engine: 'llama_cpp' or 'sim', got {config.engine!r}")
+        raise ConfigError(f"worker.engine: 'llama_cpp', 'tensorrt_llm' or 'sim', got {config.engine!r}")
     hash_blocks = block_namer(model.name, config.block_tokens) if config.prefix_cache else None
     return BatchLoop(backend, hash_blocks=hash_blocks, keep_prefixes=config.prefix_cache)
+
+
+def _self_batched(settings: Config, model: ModelConfig, folder: models.ModelFolder) -> Engine:
+    from headrace.worker.engines.tensorrt_llm import TensorRtLlm, check_settings
+    from headrace.worker.selfbatched import SelfBatched
+
+    config = settings.worker
+    check_settings(config, settings.tensorrt_llm)
+    return SelfBatched(
+        TensorRtLlm(folder, config, model, settings.tensorrt_llm),
+        slots=config.slots,
+        max_waiting=config.max_waiting,
+        stall_timeout_s=config.stall_timeout_s,
+        canary_s=settings.tensorrt_llm.canary_s,
+    )
 
 
 def _cost_table(name: str) -> CostTable:
@@ -652,7 +670,7 @@ async def run(config: Config) -> None:
     try:
         certificates = tls.load(config.tls)
         folder = await asyncio.to_thread(_prepare, model, needs_weights=worker.engine == "llama_cpp")
-        engine = make_engine(worker, model, folder)
+        engine = make_engine(config, model, folder)
         await _serve(worker, model.name, engine, certificates, began_s)
     finally:
         await asyncio.to_thread(tracing.shutdown)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 
 from headrace.errors import error
@@ -34,6 +35,19 @@ def request_of(
         return _request(submit, key, description, now)
     except _Bad as bad:
         return bad.error
+
+
+def malformed(guided: Guided) -> types_pb2.Error | None:
+    """Why its text cannot be what it says it is, as far as that shows without an engine."""
+    try:
+        if guided.kind in ("json_schema", "choice"):
+            json.loads(guided.text)
+        elif guided.kind == "regex":
+            re.compile(guided.text)
+    except (ValueError, re.error, RecursionError) as failure:
+        text = f"{guided.kind}: {failure}"
+        return error(types_pb2.ERROR_CODE_INVALID_ARGUMENT, text, param="response_format")
+    return None
 
 
 def _request(

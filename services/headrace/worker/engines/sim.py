@@ -11,20 +11,18 @@ consistent in themselves.
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 import zlib
 from collections.abc import Callable
 
 from headrace.config import WorkerConfig
-from headrace.errors import error
 from headrace.models import ModelFolder
 from headrace.v1 import types_pb2
 from headrace.worker.composer import Chunk, Drawn, Limits, Sequence, Step
 from headrace.worker.engine import Request, TokenLogprobs
 from headrace.worker.loop import Interrupted
 from headrace.worker.timing import Timing
+from headrace.worker.validate import malformed
 
 _MASK = (1 << 64) - 1
 
@@ -102,17 +100,7 @@ class SimBackend:
 
     async def check(self, request: Request) -> types_pb2.Error | None:
         """The form of what guides it."""
-        guided = request.guided
-        if guided is None:
-            return None
-        try:
-            if guided.kind in ("json_schema", "choice"):
-                json.loads(guided.text)
-            elif guided.kind == "regex":
-                re.compile(guided.text)
-        except (ValueError, re.error, RecursionError) as failure:
-            return error(types_pb2.ERROR_CODE_INVALID_ARGUMENT, f"{guided.kind}: {failure}", param="response_format")
-        return None
+        return malformed(request.guided) if request.guided is not None else None
 
     def execute(self, step: Step) -> Drawn:
         """Waits, then draws."""
