@@ -8,10 +8,12 @@ from os import PathLike
 from typing import Any, TypeAlias, final
 
 __all__ = [
+    "BlockHub",
     "Certificates",
     "ChatTemplate",
     "CostTable",
     "Outcome",
+    "PrefixIndex",
     "Router",
     "Scheduler",
     "StopMatcher",
@@ -33,6 +35,63 @@ _Effects: TypeAlias = tuple[
 ]
 
 @final
+class BlockHub:
+    """The cache's part of block news: follows workers, and lets schedulers and routers (watchers) follow.
+
+    A *link* is a stream, by a number that is never used again. No clock: ``now_s`` is the caller's and never goes back.
+    """
+
+    def __new__(cls, max_bytes: int, *, root_share: float = 0.5, seed: int = 0) -> BlockHub:
+        """One that knows nobody. ``seed`` should be secret: it decides which blocks share a bucket."""
+
+    def worker_message(self, link: int, message: bytes) -> tuple[bytes | None, list[int]]:
+        """A ``PublishBlocksRequest``: what to send back, and the watchers that there is news for.
+
+        Raises ValueError when its stream must end for it."""
+
+    def worker_lost(self, now_s: float, link: int) -> None: ...
+    def watcher_message(self, now_s: float, link: int, message: bytes) -> None:
+        """A ``WatchBlocksRequest``; there may be news for it now. Raises ValueError when its stream must end for it."""
+
+    def watcher_lost(self, link: int) -> None: ...
+    def news(self, link: int) -> tuple[bytes, bool]:
+        """What a watcher is to hear next, and whether there is more: a ``WatchBlocksResponse``, empty when there is
+        nothing."""
+
+    def tick(self, now_s: float) -> list[int]:
+        """Time has passed: the watchers that there is news for."""
+
+    def next_wakeup(self) -> float | None:
+        """When to tick at the latest; None = not before something happens."""
+
+    def find(self, pool: str, hashes: Sequence[int]) -> list[tuple[str, str, int]]:
+        """Who holds the beginning of a prefix, longest first: ``(worker_id, instance_id, blocks)``."""
+
+    @property
+    def holdings(self) -> int:
+        """Blocks held, each counted for each of its holders."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the index."""
+
+    @property
+    def evicted(self) -> int:
+        """Blocks given up for want of room."""
+
+    @property
+    def gaps(self) -> int:
+        """Lost events."""
+
+    @property
+    def workers(self) -> int:
+        """Workers whose stream is open."""
+
+    @property
+    def watchers(self) -> int:
+        """Schedulers and routers that follow."""
+
+@final
 class Certificates:
     """A certificate, its key and the authority of peers, in PEM files that may change."""
 
@@ -47,6 +106,28 @@ class Certificates:
 
     def current(self) -> tuple[bytes, bytes, bytes]:
         """Certificate, key and authority, as PEM, all of the same state of the files."""
+
+@final
+class PrefixIndex:
+    """Who holds which prefix blocks, in bounded memory. Shareable between threads; workers are small numbers."""
+
+    def __new__(cls, max_bytes: int, *, root_share: float = 0.5, seed: int = 0) -> PrefixIndex: ...
+    def store(self, worker: int, parent: int, hashes: Sequence[int]) -> None:
+        """The worker holds these blocks now, each the child of the one before it; parent 0 = a prompt begins there."""
+
+    def remove(self, worker: int, hashes: Sequence[int]) -> None: ...
+    def clear(self, worker: int) -> None: ...
+    def find(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
+        """Workers that hold the first block, each with how many leading blocks it holds without a gap."""
+
+    def __len__(self) -> int: ...
+    @property
+    def holdings(self) -> int:
+        """Blocks held, each counted for each of its holders."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory allocated."""
 
 @final
 class Router:

@@ -198,7 +198,18 @@ class CacheConfig:
     )
     max_answer_bytes: int = setting(256 * 2**20, "memory for finished answers", minimum=0)
     ttl_s: float = setting(3600.0, "how long a finished answer may be given again", minimum=0.0)
-    max_blocks: int = setting(1_000_000, "KV blocks in the prefix index", minimum=0)
+    max_index_bytes: int = setting(
+        # About 35 bytes a block, however many workers hold it: seven million blocks.
+        256 * 2**20,
+        "memory for the prefix index: who holds which KV blocks",
+        minimum=0,
+    )
+    max_root_share: float = setting(
+        0.5,
+        "share of the prefix index for prompts that begin alike, while others want room",
+        minimum=0.0,
+        maximum=1.0,
+    )
     max_waiters: int = setting(
         4096, "requests that wait for one that is being generated; more generate their own", minimum=0
     )

@@ -1,10 +1,11 @@
-"""The cache's contract over real gRPC: Lookup, PublishBlocks, FindPrefix, GetStats, spans, and the end."""
+"""The cache's contract over real gRPC: Lookup, PublishBlocks, WatchBlocks, FindPrefix, GetStats, spans, and the end."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +16,7 @@ from prometheus_client import generate_latest
 from tests.support.waiting import eventually
 
 from headrace import serving, tracing
-from headrace.cache.service import FULL_NAME, MAX_KEY_BYTES, CacheService
+from headrace.cache.service import FULL_NAME, MAX_KEY_BYTES, CacheService, add_to_server
 from headrace.config import CacheConfig, TelemetryConfig
 from headrace.serving import Service
 from headrace.v1 import cache_pb2, cache_pb2_grpc, types_pb2
@@ -68,10 +69,10 @@ class Router:
 class Cache:
     """A cache on loopback and its peers."""
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, now: Callable[[], float] = time.monotonic) -> None:
         self.service = Service("cache", config.address)
-        self.servicer = CacheService(config, self.service.registry)
-        self.service.add(cache_pb2_grpc.add_CacheServiceServicer_to_server, self.servicer, FULL_NAME)
+        self.servicer = CacheService(config, self.service.registry, now=now)
+        self.service.add(add_to_server, self.servicer, FULL_NAME)
 
     async def start(self) -> None:
         await self.service.start()
@@ -111,8 +112,8 @@ def snapshot(next_sequence: int, *chains: tuple[int, ...]) -> cache_pb2.PublishB
 
 
 @asynccontextmanager
-async def cache_of(**config: Any) -> AsyncIterator[Cache]:
-    cache = Cache(dataclasses.replace(CONFIG, **config))
+async def cache_of(now: Callable[[], float] = time.monotonic, **config: Any) -> AsyncIterator[Cache]:
+    cache = Cache(dataclasses.replace(CONFIG, **config), now)
     await cache.start()
     try:
         yield cache
@@ -321,6 +322,99 @@ async def test_a_worker_that_says_goodbye_is_not_found(cache: Cache) -> None:
     assert (await cache.stats()).blocks == 0
 
 
+class Watcher:
+    """One WatchBlocks stream, and what is known by it: the next event and the blocks of each instance."""
+
+    def __init__(self, cache: Cache, known: dict[str, tuple[int, set[int]]] | None = None) -> None:
+        self.known = dict(known or {})
+        self.snapshots = 0
+        self.call = cache.stub.WatchBlocks()
+
+    async def start(self) -> Watcher:
+        known = [
+            cache_pb2.WatchBlocksRequest.Known(instance_id=name, next_sequence=sequence)
+            for name, (sequence, _) in self.known.items()
+        ]
+        await self.call.write(cache_pb2.WatchBlocksRequest(known=known))
+        return self
+
+    async def until(self, *blocks: int, instance: str = "w-1") -> None:
+        """Reads until that instance holds just these."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while self.known.get(instance, (0, set()))[1] != set(blocks):
+                message = await self.call.read()
+                assert message is not grpc.aio.EOF, await self.call.details()
+                for news in message.news:
+                    self._take_in(news)
+
+    def _take_in(self, news: cache_pb2.WatchBlocksResponse.News) -> None:
+        sequence, held = self.known.get(news.instance_id, (0, set()))
+        if news.gone:
+            self.known.pop(news.instance_id, None)
+            return
+        if news.HasField("snapshot"):
+            self.snapshots += 1
+            sequence = news.snapshot.next_sequence
+            held = {block for chain in news.snapshot.chains for block in chain.hashes}
+        for event in news.events:
+            assert event.sequence == sequence, "no gaps"
+            sequence += 1
+            held = (held | set(event.stored.hashes)) - set(event.removed.hashes)
+            if event.HasField("cleared"):
+                held = set()
+        self.known[news.instance_id] = (sequence, held)
+
+
+async def test_blocks_are_fanned_out(cache: Cache) -> None:
+    early = await Watcher(cache).start()
+    call, _ = await cache.worker()
+    await call.write(snapshot(3, (1, 2), (9,)))
+    await early.until(1, 2, 9)
+    removed = cache_pb2.BlockEvent(sequence=4, removed=cache_pb2.BlockEvent.Removed(hashes=[9]))
+    await call.write(cache_pb2.PublishBlocksRequest(events=[stored(3, 3), removed]))
+    late = await Watcher(cache).start()
+    for watcher in (early, late):
+        await watcher.until(1, 2, 3)
+        assert watcher.known["w-1"][0] == 5
+    stats = await cache.stats()
+    assert stats.watchers == 2
+    assert stats.block_bytes == cache.servicer.blocks.memory_bytes > 0
+    # A stream that breaks goes on where it was.
+    early.call.cancel()
+    await call.write(cache_pb2.PublishBlocksRequest(events=[stored(5, 4)]))
+    await late.until(1, 2, 3, 4)
+    again = await Watcher(cache, early.known).start()
+    await again.until(1, 2, 3, 4)
+    assert again.snapshots == 0
+
+
+async def test_a_watcher_that_has_lost_track_gets_a_snapshot(cache: Cache) -> None:
+    call, _ = await cache.worker()
+    await call.write(snapshot(1, (1,)))
+    watcher = await Watcher(cache).start()
+    await watcher.until(1)
+    watcher.known["w-1"] = (0, {7})
+    await watcher.call.write(cache_pb2.WatchBlocksRequest(lost=["w-1"]))
+    await watcher.until(1)
+    assert watcher.snapshots == 2
+
+
+async def test_a_worker_that_is_gone_is_told_of() -> None:
+    now_s = 0.0
+    async with cache_of(now=lambda: now_s) as cache:
+        call, _ = await cache.worker()
+        await call.write(snapshot(1, (1,)))
+        watcher = await Watcher(cache).start()
+        await watcher.until(1)
+        call.cancel()
+        await eventually(lambda: finds(cache, {}, 1), "nobody")
+        now_s = 10.0
+        # Time is looked at when something happens, too.
+        (await cache.worker("x"))[0].cancel()
+        await watcher.until()
+        assert "w-1" not in watcher.known
+
+
 async def test_hello_comes_first(cache: Cache) -> None:
     call = cache.stub.PublishBlocks()
     await call.write(snapshot(0))
@@ -370,17 +464,18 @@ async def test_the_end(cache: Cache) -> None:
     await router.ask(1, b"k")
     await router.reply(1)
     call, _ = await cache.worker()
+    watcher = await Watcher(cache).start()
     stopping = asyncio.Event()
     stopping.set()
     running = asyncio.create_task(
         cache.service.run_until_stopped(drain=cache.servicer.drain, grace_s=TIMEOUT_S, stopping=stopping)
     )
-    assert await router.call.code() == await call.code() == grpc.StatusCode.UNAVAILABLE
+    assert await router.call.code() == await call.code() == await watcher.call.code() == grpc.StatusCode.UNAVAILABLE
     await asyncio.wait_for(running, TIMEOUT_S)
     assert cache.servicer.answers.leads == 0
 
 
 async def test_streams_are_refused_while_draining(cache: Cache) -> None:
     await asyncio.wait_for(cache.servicer.drain(), TIMEOUT_S)
-    for call in (cache.stub.Lookup(), cache.stub.PublishBlocks()):
+    for call in (cache.stub.Lookup(), cache.stub.PublishBlocks(), cache.stub.WatchBlocks()):
         assert await call.code() == grpc.StatusCode.UNAVAILABLE

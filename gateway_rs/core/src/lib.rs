@@ -3,6 +3,7 @@
 //! Pure: no clock, sockets, tasks or randomness of its own. Time and generators are arguments, so the live service and
 //! the simulator are two drivers of the same code. The extension (`gateway_rs`) is the only user.
 
+pub mod blocks;
 pub mod cost;
 pub mod credits;
 pub mod index;

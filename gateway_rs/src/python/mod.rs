@@ -1,6 +1,7 @@
 //! What Python sees of the crate: the module `headrace._gateway`. Nothing outside this folder knows PyO3.
 //! `services/headrace/_gateway.pyi` is its description, checked against the built module.
 
+mod blocks;
 mod router;
 mod scheduler;
 mod sim;
@@ -13,6 +14,7 @@ use pyo3::prelude::*;
 /// The extension module `headrace._gateway`.
 #[pymodule]
 fn _gateway(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    blocks::register(module)?;
     router::register(module)?;
     scheduler::register(module)?;
     sim::register(module)?;

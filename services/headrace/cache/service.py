@@ -1,16 +1,19 @@
 """The cache's driver: streams become calls of the cores, their replies become messages; the clock is kept here.
 
 It decides nothing but what an answer is that may be stored. Everything runs on the one loop, so there is nothing to
-lock. Spans (``cache.lookup``, from the ask to its reply) and metrics are made here too.
+lock. Block news goes as it came, in bytes, through the hub (``_gateway.BlockHub``). Spans (``cache.lookup``, from the
+ask to its reply) and metrics are made here too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -18,15 +21,15 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace import serving, tls, tracing
-from headrace.cache import prefixes, responses
+from headrace import _gateway, serving, tls, tracing
+from headrace.cache import responses
 from headrace.config import CacheConfig, Config
 from headrace.serving import Outbox, StreamError, exchange
-from headrace.v1 import cache_pb2, cache_pb2_grpc, types_pb2
+from headrace.v1 import cache_pb2, types_pb2
 
 log = logging.getLogger(__name__)
 
-FULL_NAME = "headrace.v1.CacheService"
+FULL_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 #: A key is a digest; what is much longer isn't one.
 MAX_KEY_BYTES = 256
@@ -41,7 +44,7 @@ _FINISHED = frozenset({types_pb2.OUTCOME_STOP, types_pb2.OUTCOME_LENGTH, types_p
 class CacheMetrics(Collector):
     """Read from the cores when somebody looks."""
 
-    def __init__(self, registry: CollectorRegistry, answers: responses.Responses, blocks: prefixes.Prefixes) -> None:
+    def __init__(self, registry: CollectorRegistry, answers: responses.Responses, blocks: _gateway.BlockHub) -> None:
         self._answers = answers
         self._blocks = blocks
         registry.register(self)
@@ -61,12 +64,12 @@ class CacheMetrics(Collector):
         yield CounterMetricFamily("headrace_cache_evictions", "Answers given up for room", value=answers.evictions)
         yield GaugeMetricFamily("headrace_cache_flights", "Keys being generated", value=answers.flights)
         yield GaugeMetricFamily("headrace_cache_waiters", "Asks that wait for one", value=answers.waiters)
-        yield GaugeMetricFamily("headrace_cache_blocks", "Block holdings in the prefix index", value=blocks.blocks)
-        yield CounterMetricFamily(
-            "headrace_cache_block_evictions", "Holdings given up for room", value=blocks.evictions
-        )
+        yield GaugeMetricFamily("headrace_cache_blocks", "Block holdings in the prefix index", value=blocks.holdings)
+        yield GaugeMetricFamily("headrace_cache_block_bytes", "Memory of the prefix index", value=blocks.memory_bytes)
+        yield CounterMetricFamily("headrace_cache_block_evictions", "Blocks given up for room", value=blocks.evicted)
         yield CounterMetricFamily("headrace_cache_block_gaps", "Lost block events", value=blocks.gaps)
         yield GaugeMetricFamily("headrace_cache_workers", "Workers that publish blocks", value=blocks.workers)
+        yield GaugeMetricFamily("headrace_cache_watchers", "Streams that follow blocks", value=blocks.watchers)
 
 
 class _RouterStream:
@@ -89,30 +92,39 @@ class _WorkerStream:
 
     def __init__(self, link: int) -> None:
         self.link = link
-        self.joined = False
-        self.outbox: Outbox[cache_pb2.PublishBlocksResponse] = Outbox(64, batch=1)
-
-    def want(self, want: prefixes.Want | None) -> None:
-        match want:
-            case prefixes.ResumeFrom():
-                self.outbox.put(cache_pb2.PublishBlocksResponse(resume_from=want.sequence))
-            case prefixes.WantSnapshot():
-                self.outbox.put(cache_pb2.PublishBlocksResponse(snapshot=True))
+        self.outbox: Outbox[bytes] = Outbox(64, batch=1)
 
 
-class CacheService(cache_pb2_grpc.CacheServiceServicer):
-    """The rpcs. ``keep_time`` must run beside the server."""
+class _WatcherStream:
+    """One WatchBlocks stream. What it is owed is the hub's to know; in the outbox stands that there is something."""
+
+    def __init__(self, link: int) -> None:
+        self.link = link
+        self.outbox: Outbox[None] = Outbox(2)
+        self.owed = False
+
+    def owe(self) -> None:
+        """There may be news."""
+        if not self.owed:
+            self.owed = self.outbox.put(None)
+
+
+class CacheService:
+    """The rpcs, see :func:`add_to_server`. ``keep_time`` must run beside the server."""
 
     def __init__(
         self, config: CacheConfig, registry: CollectorRegistry, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._now = now
         self.answers = responses.Responses(config.max_answer_bytes, config.ttl_s, config.max_waiters)
-        self.blocks = prefixes.Prefixes(config.max_blocks)
+        self.blocks = _gateway.BlockHub(
+            config.max_index_bytes, root_share=config.max_root_share, seed=secrets.randbits(64)
+        )
         CacheMetrics(registry, self.answers, self.blocks)
         self._links = itertools.count(1)
         self._routers: dict[int, _RouterStream] = {}
         self._workers: dict[int, _WorkerStream] = {}
+        self._watchers: dict[int, _WatcherStream] = {}
         self._stopping = False
         self._idle = asyncio.Event()
         self._rearm = asyncio.Event()
@@ -142,17 +154,19 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._note_idle()
 
     async def PublishBlocks(
-        self,
-        request_iterator: AsyncIterator[cache_pb2.PublishBlocksRequest],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> None:
         """A worker's stream."""
         await self._refuse_when_stopping(context)
         stream = _WorkerStream(next(self._links))
         self._workers[stream.link] = stream
 
-        def receive(message: cache_pb2.PublishBlocksRequest) -> None:
-            self._from_worker(stream, message)
+        def receive(message: bytes) -> None:
+            with _ending_the_stream():
+                want, woken = self.blocks.worker_message(stream.link, message)
+            if want is not None:
+                stream.outbox.put(want)
+            self._wake(woken)
 
         try:
             await exchange(
@@ -160,8 +174,36 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             )
         finally:
             del self._workers[stream.link]
-            self.blocks.detach(self._now(), stream.link)
+            self.blocks.worker_lost(self._now(), stream.link)
             self._rearm.set()
+            self._note_idle()
+
+    async def WatchBlocks(
+        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> None:
+        """A scheduler's or router's stream."""
+        await self._refuse_when_stopping(context)
+        stream = _WatcherStream(next(self._links))
+        self._watchers[stream.link] = stream
+
+        def receive(message: bytes) -> None:
+            with _ending_the_stream():
+                self.blocks.watcher_message(self._now(), stream.link, message)
+            stream.owe()
+            self._rearm.set()
+
+        def encode(_: list[None]) -> bytes:
+            stream.owed = False
+            news, more = self.blocks.news(stream.link)
+            if more:
+                stream.owe()
+            return news
+
+        try:
+            await exchange(request_iterator, context, receive=receive, outbox=stream.outbox, encode=encode)
+        finally:
+            del self._watchers[stream.link]
+            self.blocks.watcher_lost(stream.link)
             self._note_idle()
 
     async def FindPrefix(
@@ -170,10 +212,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         """Who holds the longest part of this."""
         return cache_pb2.FindPrefixResponse(
             holders=[
-                cache_pb2.FindPrefixResponse.Holder(
-                    worker_id=holder.worker_id, instance_id=holder.instance_id, blocks=holder.blocks
-                )
-                for holder in self.blocks.find(request.pool, list(request.hashes))
+                cache_pb2.FindPrefixResponse.Holder(worker_id=worker_id, instance_id=instance_id, blocks=blocks)
+                for worker_id, instance_id, blocks in self.blocks.find(request.pool, request.hashes)
             ]
         )
 
@@ -188,8 +228,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             misses=self.answers.misses,
             flights=self.answers.flights,
             waiters=self.answers.waiters,
-            blocks=self.blocks.blocks,
+            blocks=self.blocks.holdings,
             workers=self.blocks.workers,
+            block_bytes=self.blocks.memory_bytes,
+            watchers=self.blocks.watchers,
         )
 
     # Running.
@@ -204,21 +246,23 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 async with asyncio.timeout(delay_s):
                     await self._rearm.wait()
             except TimeoutError:
-                self.blocks.expire(self._now())
+                self._wake(self.blocks.tick(self._now()))
 
     async def drain(self) -> None:
-        """End all streams: routers go on without a cache, workers come back to the next one."""
+        """End all streams: routers go on without a cache, workers and watchers come back to the next one."""
         self._stopping = True
         error = StreamError(grpc.StatusCode.UNAVAILABLE, "the cache is stopping")
         for router in self._routers.values():
             router.outbox.close(error)
         for worker in self._workers.values():
             worker.outbox.close(error)
+        for watcher in self._watchers.values():
+            watcher.outbox.close(error)
         self._note_idle()
         await self._idle.wait()
 
     def _note_idle(self) -> None:
-        if self._stopping and not self._routers and not self._workers:
+        if self._stopping and not (self._routers or self._workers or self._watchers):
             self._idle.set()
 
     async def _refuse_when_stopping(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -273,43 +317,19 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 stream.end_span(reply.ask, "hit" if isinstance(reply, responses.Hit) else "lead")
                 stream.outbox.put(reply)
 
-    def _from_worker(self, stream: _WorkerStream, message: cache_pb2.PublishBlocksRequest) -> None:
-        if not stream.joined:
-            if not message.HasField("hello"):
-                raise StreamError(grpc.StatusCode.INVALID_ARGUMENT, "the first message must have a hello")
-            hello = message.hello
-            missing = [name for name in ("worker_id", "instance_id", "pool") if not getattr(hello, name)]
-            if missing:
-                text = f"hello: {', '.join(missing)} must not be empty"
-                raise StreamError(grpc.StatusCode.INVALID_ARGUMENT, text)
-            stream.joined = True
-            stream.want(
-                self.blocks.hello(
-                    stream.link,
-                    hello.worker_id,
-                    hello.instance_id,
-                    hello.pool,
-                    hello.oldest_sequence,
-                    hello.next_sequence,
-                )
-            )
-        if message.HasField("snapshot"):
-            chains = [tuple(chain.hashes) for chain in message.snapshot.chains]
-            self.blocks.snapshot(stream.link, message.snapshot.next_sequence, chains)
-        if message.events:
-            stream.want(self.blocks.apply(stream.link, map(_event, message.events)))
+    def _wake(self, watchers: Iterable[int]) -> None:
+        for link in watchers:
+            if (stream := self._watchers.get(link)) is not None:
+                stream.owe()
 
 
-def _event(event: cache_pb2.BlockEvent) -> prefixes.BlockEvent:
-    what: prefixes.Stored | prefixes.Removed | prefixes.Cleared
-    match event.WhichOneof("what"):
-        case "removed":
-            what = prefixes.Removed(tuple(event.removed.hashes))
-        case "cleared":
-            what = prefixes.Cleared()
-        case _:
-            what = prefixes.Stored(tuple(event.stored.hashes))
-    return prefixes.BlockEvent(event.sequence, what)
+@contextlib.contextmanager
+def _ending_the_stream() -> Iterator[None]:
+    """A message that can't be understood ends its stream."""
+    try:
+        yield
+    except ValueError as error:
+        raise StreamError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
 
 
 def _reply_bytes(reply: responses.Reply) -> int:
@@ -331,6 +351,30 @@ def _reply_message(reply: responses.Reply) -> cache_pb2.LookupResponse.Reply:
     return message
 
 
+def add_to_server(servicer: CacheService, server: grpc.aio.Server) -> None:
+    """Add the service to a server. Messages about blocks are handed on as bytes: the hub reads and writes them."""
+    handlers = {
+        "Lookup": grpc.stream_stream_rpc_method_handler(
+            servicer.Lookup,
+            request_deserializer=cache_pb2.LookupRequest.FromString,
+            response_serializer=cache_pb2.LookupResponse.SerializeToString,
+        ),
+        "PublishBlocks": grpc.stream_stream_rpc_method_handler(servicer.PublishBlocks),
+        "WatchBlocks": grpc.stream_stream_rpc_method_handler(servicer.WatchBlocks),
+        "FindPrefix": grpc.unary_unary_rpc_method_handler(
+            servicer.FindPrefix,
+            request_deserializer=cache_pb2.FindPrefixRequest.FromString,
+            response_serializer=cache_pb2.FindPrefixResponse.SerializeToString,
+        ),
+        "GetStats": grpc.unary_unary_rpc_method_handler(
+            servicer.GetStats,
+            request_deserializer=cache_pb2.GetStatsRequest.FromString,
+            response_serializer=cache_pb2.GetStatsResponse.SerializeToString,
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(FULL_NAME, handlers),))
+
+
 async def run(config: Config) -> None:
     """Be the cache, until told to stop."""
     serving.configure_logging(config.telemetry)
@@ -339,7 +383,7 @@ async def run(config: Config) -> None:
     certificates = tls.load(config.tls)
     service = serving.Service("cache", own.address, metrics_address=own.metrics_address, tls=certificates)
     servicer = CacheService(own, service.registry)
-    service.add(cache_pb2_grpc.add_CacheServiceServicer_to_server, servicer, FULL_NAME)
+    service.add(add_to_server, servicer, FULL_NAME)
     await service.start()
     service.spawn(servicer.keep_time(), "clock")
     try:

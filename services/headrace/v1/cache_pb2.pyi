@@ -139,6 +139,38 @@ class PublishBlocksResponse(_message.Message):
     snapshot: bool
     def __init__(self, resume_from: _Optional[int] = ..., snapshot: bool = ...) -> None: ...
 
+class WatchBlocksRequest(_message.Message):
+    __slots__ = ("known", "lost")
+    class Known(_message.Message):
+        __slots__ = ("instance_id", "next_sequence")
+        INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+        NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+        instance_id: str
+        next_sequence: int
+        def __init__(self, instance_id: _Optional[str] = ..., next_sequence: _Optional[int] = ...) -> None: ...
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    known: _containers.RepeatedCompositeFieldContainer[WatchBlocksRequest.Known]
+    lost: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, known: _Optional[_Iterable[_Union[WatchBlocksRequest.Known, _Mapping]]] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WatchBlocksResponse(_message.Message):
+    __slots__ = ("news",)
+    class News(_message.Message):
+        __slots__ = ("instance_id", "gone", "snapshot", "events")
+        INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+        GONE_FIELD_NUMBER: _ClassVar[int]
+        SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+        EVENTS_FIELD_NUMBER: _ClassVar[int]
+        instance_id: str
+        gone: bool
+        snapshot: BlockSnapshot
+        events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
+        def __init__(self, instance_id: _Optional[str] = ..., gone: bool = ..., snapshot: _Optional[_Union[BlockSnapshot, _Mapping]] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ...) -> None: ...
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    news: _containers.RepeatedCompositeFieldContainer[WatchBlocksResponse.News]
+    def __init__(self, news: _Optional[_Iterable[_Union[WatchBlocksResponse.News, _Mapping]]] = ...) -> None: ...
+
 class FindPrefixRequest(_message.Message):
     __slots__ = ("pool", "hashes")
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -167,7 +199,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("answers", "answer_bytes", "hits", "misses", "flights", "waiters", "blocks", "workers")
+    __slots__ = ("answers", "answer_bytes", "hits", "misses", "flights", "waiters", "blocks", "workers", "block_bytes", "watchers")
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     ANSWER_BYTES_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +208,8 @@ class GetStatsResponse(_message.Message):
     WAITERS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WATCHERS_FIELD_NUMBER: _ClassVar[int]
     answers: int
     answer_bytes: int
     hits: int
@@ -184,4 +218,6 @@ class GetStatsResponse(_message.Message):
     waiters: int
     blocks: int
     workers: int
-    def __init__(self, answers: _Optional[int] = ..., answer_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., flights: _Optional[int] = ..., waiters: _Optional[int] = ..., blocks: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
+    block_bytes: int
+    watchers: int
+    def __init__(self, answers: _Optional[int] = ..., answer_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., flights: _Optional[int] = ..., waiters: _Optional[int] = ..., blocks: _Optional[int] = ..., workers: _Optional[int] = ..., block_bytes: _Optional[int] = ..., watchers: _Optional[int] = ...) -> None: ...

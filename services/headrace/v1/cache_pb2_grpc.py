@@ -44,6 +44,11 @@ class CacheServiceStub(object):
                 request_serializer=headrace_dot_v1_dot_cache__pb2.PublishBlocksRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_cache__pb2.PublishBlocksResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.stream_stream(
+                '/headrace.v1.CacheService/WatchBlocks',
+                request_serializer=headrace_dot_v1_dot_cache__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_cache__pb2.WatchBlocksResponse.FromString,
+                _registered_method=True)
         self.FindPrefix = channel.unary_unary(
                 '/headrace.v1.CacheService/FindPrefix',
                 request_serializer=headrace_dot_v1_dot_cache__pb2.FindPrefixRequest.SerializeToString,
@@ -79,6 +84,15 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request_iterator, context):
+        """"Who holds which blocks, from now on?" One stream for each scheduler and router, held open; all workers' news come over
+        it, under the workers' own sequence numbers, so a stream that breaks goes on where it was, at this cache or another.
+        Errors: UNAVAILABLE when the cache stops. The watcher retries with backoff for ever, and does without meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FindPrefix(self, request, context):
         """"Who holds the longest part of this?" For people and tests. Safe to retry.
         """
@@ -105,6 +119,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.PublishBlocks,
                     request_deserializer=headrace_dot_v1_dot_cache__pb2.PublishBlocksRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_cache__pb2.PublishBlocksResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.stream_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=headrace_dot_v1_dot_cache__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_cache__pb2.WatchBlocksResponse.SerializeToString,
             ),
             'FindPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.FindPrefix,
@@ -171,6 +190,33 @@ class CacheService(object):
             '/headrace.v1.CacheService/PublishBlocks',
             headrace_dot_v1_dot_cache__pb2.PublishBlocksRequest.SerializeToString,
             headrace_dot_v1_dot_cache__pb2.PublishBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headrace.v1.CacheService/WatchBlocks',
+            headrace_dot_v1_dot_cache__pb2.WatchBlocksRequest.SerializeToString,
+            headrace_dot_v1_dot_cache__pb2.WatchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

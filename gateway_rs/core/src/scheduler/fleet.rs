@@ -30,7 +30,7 @@ use super::{
     map::{Key, Map},
 };
 use crate::{
-    index::{Overlap, PrefixIndex},
+    index::{Overlap, PrefixIndex, NO_BLOCK},
     place::{Candidate, Placer, Policy, Request, BLOCK_TOKENS},
 };
 
@@ -668,7 +668,7 @@ impl Fleet {
             version: 0,
             kinds: Kinds::default(),
             looked_at: 0,
-            index: PrefixIndex::new(),
+            index: PrefixIndex::default(),
             numbers: Map::default(),
             last_number: 0,
             instances: Map::default(),
@@ -734,7 +734,7 @@ impl Fleet {
         self.instances.remove(&worker.hello.instance_id);
         self.kinds.leave(worker.kind);
         self.numbers.remove(&worker.number);
-        self.index.remove_worker(worker.number);
+        self.index.clear(worker.number);
         worker.load.state = WorkerState::Unhealthy;
         if let Some(pool) = self.pools.get_mut(&worker.hello.pool) {
             pool.leave_order(link);
@@ -896,16 +896,12 @@ impl Fleet {
         if !worker.reports_blocks {
             worker.reports_blocks = true;
             worker.believed.clear();
-            self.index.remove_worker(worker.number);
+            self.index.clear(worker.number);
         }
         match change {
-            BlockChange::Stored(blocks) => blocks
-                .into_iter()
-                .for_each(|block| self.index.add(worker.number, block)),
-            BlockChange::Removed(blocks) => blocks
-                .into_iter()
-                .for_each(|block| self.index.remove(worker.number, block)),
-            BlockChange::Cleared => self.index.remove_worker(worker.number),
+            BlockChange::Stored(blocks) => self.index.store(worker.number, NO_BLOCK, &blocks),
+            BlockChange::Removed(blocks) => self.index.remove(worker.number, &blocks),
+            BlockChange::Cleared => self.index.clear(worker.number),
         }
     }
 
@@ -927,11 +923,11 @@ impl Fleet {
             if self.index.holds(worker.number, block) {
                 continue;
             }
-            self.index.add(worker.number, block);
+            self.index.store(worker.number, NO_BLOCK, &[block]);
             worker.believed.push_back(block);
             if worker.believed.len() > most {
                 if let Some(oldest) = worker.believed.pop_front() {
-                    self.index.remove(worker.number, oldest);
+                    self.index.remove(worker.number, &[oldest]);
                 }
             }
         }

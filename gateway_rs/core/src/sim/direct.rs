@@ -11,7 +11,7 @@ use rand::SeedableRng;
 
 use super::Scheduler;
 use crate::cost::{CostModel, CostTable};
-use crate::index::{Overlap, PrefixIndex};
+use crate::index::{Overlap, PrefixIndex, NO_BLOCK};
 use crate::place::{Candidate, Placer, Policy, Request, BLOCK_TOKENS};
 use crate::scheduler::actions::{Action, Grant, Reason, Refusal};
 use crate::scheduler::events::{Ask, BlockChange, Event, LeaseId, Link, Load};
@@ -65,7 +65,7 @@ impl Direct {
             rng: StdRng::seed_from_u64(seed ^ 0x9E37_79B9),
             tables,
             workers: Vec::new(),
-            index: PrefixIndex::new(),
+            index: PrefixIndex::default(),
             leases: HashMap::new(),
             next_lease: 1,
         }
@@ -215,7 +215,7 @@ impl Scheduler for Direct {
             Event::WorkerLost { link } => {
                 self.workers.retain(|each| each.link != link);
                 self.leases.retain(|_, lease| lease.worker != link);
-                self.index.remove_worker(link as u32);
+                self.index.clear(link as u32);
             }
             Event::WorkerReported { link, load } => {
                 if let Some(worker) = self.worker(link) {
@@ -223,9 +223,9 @@ impl Scheduler for Direct {
                 }
             }
             Event::BlocksChanged { link, change } => match change {
-                BlockChange::Stored(blocks) => blocks.iter().for_each(|block| self.index.add(link as u32, *block)),
-                BlockChange::Removed(blocks) => blocks.iter().for_each(|block| self.index.remove(link as u32, *block)),
-                BlockChange::Cleared => self.index.remove_worker(link as u32),
+                BlockChange::Stored(blocks) => self.index.store(link as u32, NO_BLOCK, &blocks),
+                BlockChange::Removed(blocks) => self.index.remove(link as u32, &blocks),
+                BlockChange::Cleared => self.index.clear(link as u32),
             },
             Event::Asked { link, ask } => self.asked(link, &ask, actions),
             Event::Progressed { lease, .. } => self.prefilled(lease, false),

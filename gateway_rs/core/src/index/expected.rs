@@ -1,0 +1,80 @@
+//! Blocks that workers do not hold yet but will: those of prompts that they have just been given.
+//!
+//! Until a worker has computed a prompt and its news have come, nobody else knows; without this, prompts that come at once
+//! and begin alike would be computed on as many workers as there are. Bounded by the prompts that are under way.
+
+use ahash::HashMap;
+
+use super::{Overlap, PrefixIndex, WorkerId};
+
+/// Block name to workers, each with how many of its prompts want it.
+#[derive(Debug, Default)]
+pub struct Expected {
+    workers: HashMap<u64, Vec<(WorkerId, u32)>>,
+}
+
+impl Expected {
+    /// Whether nothing is expected of anybody.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.workers.is_empty()
+    }
+
+    /// The worker will hold these, because of one prompt.
+    pub fn add(&mut self, worker: WorkerId, blocks: &[u64]) {
+        for &block in blocks {
+            let workers = self.workers.entry(block).or_default();
+            match workers.iter_mut().find(|each| each.0 == worker) {
+                Some(known) => known.1 += 1,
+                None => workers.push((worker, 1)),
+            }
+        }
+    }
+
+    /// That prompt is over: what it left is in the index.
+    pub fn remove(&mut self, worker: WorkerId, blocks: &[u64]) {
+        for block in blocks {
+            let Some(workers) = self.workers.get_mut(block) else {
+                continue;
+            };
+            if let Some(at) = workers.iter().position(|each| each.0 == worker) {
+                workers[at].1 -= 1;
+                if workers[at].1 == 0 {
+                    workers.swap_remove(at);
+                }
+            }
+            if workers.is_empty() {
+                self.workers.remove(block);
+            }
+        }
+    }
+
+    /// Leading blocks that a worker will hold without a gap, of which it holds so many now.
+    #[must_use]
+    pub fn leading(&self, worker: WorkerId, blocks: &[u64], held: u32) -> u32 {
+        let rest = blocks.get(held as usize..).unwrap_or_default();
+        let comes = |block: &&u64| {
+            let workers = self.workers.get(*block);
+            workers.is_some_and(|workers| workers.iter().any(|each| each.0 == worker))
+        };
+        held + rest.iter().take_while(comes).count() as u32
+    }
+
+    /// [`PrefixIndex::overlap`], with what is expected.
+    pub fn overlap(&self, index: &PrefixIndex, blocks: &[u64], out: &mut Vec<Overlap>) {
+        let start = out.len();
+        index.overlap(blocks, out);
+        let (false, Some(first)) = (self.is_empty(), blocks.first()) else {
+            return;
+        };
+        for each in &mut out[start..] {
+            each.blocks = self.leading(each.worker, blocks, each.blocks);
+        }
+        for &(worker, _) in self.workers.get(first).map_or(&[][..], Vec::as_slice) {
+            if !index.holds(worker, *first) {
+                let blocks = self.leading(worker, blocks, 0);
+                out.push(Overlap { worker, blocks });
+            }
+        }
+    }
+}
