@@ -239,13 +239,16 @@ class WorkerConfig:
     )
     model: str = setting("smollm2-135m", "the model to serve, by its name under [[models]]")
     engine: str = setting(
-        "llama_cpp", "what generates: a real engine, or timed ids", choices=("llama_cpp", "tensorrt_llm", "sim")
+        "llama_cpp",
+        "what generates: a real engine, or timed ids",
+        choices=("llama_cpp", "tensorrt_llm", "trtllm_grpc", "sim"),
     )
     slots: int = setting(16, "choices generated at once", minimum=1, maximum=4096)
     context_tokens: int = setting(0, "prompt and answer of one request; 0 = what the model was made for", minimum=0)
     kv_tokens: int = setting(
         16384,
-        "llama_cpp and sim engines: tokens of KV in all, the engine's hard memory bound",
+        # Not tensorrt_llm, which sizes its KV by itself.
+        "tokens of KV in all: the engine's hard memory bound, or (trtllm_grpc) what it is said to have",
         minimum=16,
     )
     block_tokens: int = setting(16, "tokens of one KV block", minimum=1, maximum=512)
@@ -268,6 +271,16 @@ class WorkerConfig:
         "llama_cpp engine: MiB of memory for the KV of prompts that no request uses now; taken as it fills",
         minimum=0,
         maximum=1 << 20,
+    )
+    engine_address: str = setting(
+        "",
+        "trtllm_grpc engine: where it serves trtllm.TrtllmService (trtllm-serve --grpc)",
+        address="peer",
+        optional=True,
+    )
+    engine_start_timeout_s: float = setting(3600.0, "trtllm_grpc engine: time for it to become ready", minimum=0.1)
+    trtllm_service: bool = setting(
+        False, "serve trtllm.TrtllmService too, the protocol of trtllm-serve --grpc, for gateways that speak it"
     )
     stall_timeout_s: float = setting(60.0, "a step that takes longer makes the worker unhealthy", minimum=0.1)
     drain_grace_s: float = setting(30.0, "time for running requests to finish after SIGTERM", minimum=0.0)
@@ -528,6 +541,8 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"worker.context_tokens: must be at most worker.kv_tokens ({worker.kv_tokens}), got {worker.context_tokens}"
         )
+    if worker.engine == "trtllm_grpc" and not worker.engine_address:
+        raise ConfigError("worker.engine_address: the trtllm_grpc engine needs it")
     for section in ("router", "scheduler", "cache", "worker"):
         _check_listeners(section, getattr(config, section))
     endpoint = config.telemetry.otlp_endpoint

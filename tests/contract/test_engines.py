@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from tests.support import standin
 from tests.support.engines import PATIENCE_S, Bench, names
+from tests.support.fronted import Fronted
 from tests.support.waiting import eventually
 
 from headrace.config import WorkerConfig
@@ -71,12 +72,19 @@ def tensorrt_llm_on_gpu() -> SelfBatched:
     return standin.real_engine(CONFIG, kv_tokens=1024, context_tokens=1024)
 
 
+def trtllm_grpc() -> Engine:
+    """Before another worker that serves the protocol; on the stand-in with one end id, for which all is exact."""
+    inner = standin.engine(CONFIG, kv_tokens=1024, context_tokens=1024, step_s=0.001, eos_ids=standin.EOS_IDS[:1])
+    return Fronted(inner, standin.folder(1024, standin.EOS_IDS[:1]), CONFIG)
+
+
 ENGINES: dict[str, Callable[[], Engine]] = {
     "sim": sim,
     "llama_cpp": llama_cpp,
     "tensorrt_llm 1.2": lambda: tensorrt_llm("1.2.1"),
     "tensorrt_llm 1.4": lambda: tensorrt_llm("1.4.0rc4"),
     "tensorrt_llm on a GPU": tensorrt_llm_on_gpu,
+    "trtllm_grpc": trtllm_grpc,
 }
 MARKS = {
     "llama_cpp": [pytest.mark.model],
@@ -185,6 +193,8 @@ async def test_stop_ids(bench: Bench) -> None:
     assert answer.ids == free[: free.index(stop) + 1]
     assert answer.finish is not None
     assert answer.finish.outcome == STOP
+    if bench.engine.describe().engine == "trtllm_grpc":
+        pytest.skip("its protocol holds back no stop ids, and such requests are refused")
     (later,) = await bench.ask(PROMPT, max_tokens=6, ignore_eos=True, stop_ids=frozenset({stop}), min_tokens=4)
     assert stop not in later.ids[:4]
 
@@ -227,7 +237,8 @@ async def test_a_prefix_is_reused_and_counted(bench: Bench) -> None:
     assert (await bench.ended(other))[0].ids == (await bench.ended(private))[0].ids == ids[0]
     assert bench.cached[other.key] == bench.cached[private.key] == 0
     # An engine with a process of its own tells of its blocks when it is asked.
-    await bench.until(lambda: set(bench.names(prompt, b"reuse")) <= bench.held)
+    told = bench.engine.describe().engine != "trtllm_grpc"
+    await bench.until(lambda: not told or set(bench.names(prompt, b"reuse")) <= bench.held)
     load = await bench.at_rest()
     assert load.kv_blocks_cached == len(bench.held)
 

@@ -78,7 +78,10 @@ def test_the_configuration_file_may_come_from_the_environment(
         (["config", "--config", "/no/such/file"], "cannot read configuration /no/such/file: No such file or directory"),
         (["scheduler", "--set", "scheduler.address=x"], "scheduler.address: expected host:port, got 'x'"),
         (["up", "--workers", "0"], "--workers: must be at least 1, got 0"),
-        (["up", "--engine", "gpu"], "worker.engine: must be one of llama_cpp, tensorrt_llm, sim, got 'gpu'"),
+        (
+            ["up", "--engine", "gpu"],
+            "worker.engine: must be one of llama_cpp, tensorrt_llm, trtllm_grpc, sim",
+        ),
         (["up", "--model", "nope"], "--model: 'nope' is neither a model of the configuration"),
         (["up", "--http-port", "70000"], "router.http_address: port must be at most 65535, got 70000"),
         (["chat", "--target", "nowhere", "hi"], "--target: expected host:port, got 'nowhere'"),

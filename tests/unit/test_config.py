@@ -38,7 +38,10 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ("[worker]\nslots = 1.5", "worker.slots: expected a whole number, got 1.5"),
         ("[worker]\nslots = true", "worker.slots: expected a whole number, got True"),
         ("[worker]\nprefix_cache = 1", "worker.prefix_cache: expected true or false, got 1"),
-        ("[worker]\nengine = 'gpu'", "worker.engine: must be one of llama_cpp, tensorrt_llm, sim, got 'gpu'"),
+        (
+            "[worker]\nengine = 'gpu'",
+            "worker.engine: must be one of llama_cpp, tensorrt_llm, trtllm_grpc, sim",
+        ),
         ("[router]\ndrain_grace_s = nan", "router.drain_grace_s: expected a finite number, got nan"),
         ("[router]\ndrain_grace_s = inf", "router.drain_grace_s: expected a finite number, got inf"),
         (f"[router]\nmax_open_requests = {10**400}", "router.max_open_requests: must be less than 2^63"),

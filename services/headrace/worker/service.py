@@ -12,6 +12,7 @@ and the calls that the worker makes itself (``links.py``).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -19,7 +20,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +87,7 @@ _Frame = worker_pb2.RunWelcome | worker_pb2.TokenDelta
 class _Open:
     """A request that has not ended, on its router's stream."""
 
-    stream: _RouterStream
+    stream: RouterStream
     key: int
     number: int
     epoch: int
@@ -101,8 +102,8 @@ class _Open:
     ended: set[int] = field(default_factory=set)
 
 
-class _RouterStream:
-    """One Run stream."""
+class RouterStream:
+    """One Run stream, or another door's request that goes the same way."""
 
     def __init__(self) -> None:
         self.router_id = ""
@@ -190,7 +191,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._now = now
         self._metrics = WorkerMetrics(registry, engine.load)
         self._steps: deque[StepCost] = deque(maxlen=_STEPS_IN_REPORT)
-        self._streams: set[_RouterStream] = set()
+        self._streams: set[RouterStream] = set()
         self._open: dict[int, _Open] = {}
         #: Keys of requests that the scheduler had put aside.
         self._aside: set[int] = set()
@@ -319,16 +320,27 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """A router's stream."""
-        if self.state in (STARTING, UNHEALTHY):
+        if not self.serving:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is not ready")
-        stream = _RouterStream()
-        self._streams.add(stream)
+        with self.attached() as stream:
 
-        def receive(message: worker_pb2.RunRequest) -> None:
-            self._from_router(stream, message)
+            def receive(message: worker_pb2.RunRequest) -> None:
+                self._from_router(stream, message)
 
-        try:
             await exchange(request_iterator, context, receive=receive, outbox=stream.outbox, encode=self._frame)
+
+    @property
+    def serving(self) -> bool:
+        """Streams are taken."""
+        return self.state not in (STARTING, UNHEALTHY)
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[RouterStream]:
+        """A stream among the others; with it, all its requests end."""
+        stream = RouterStream()
+        self._streams.add(stream)
+        try:
+            yield stream
         finally:
             self._streams.discard(stream)
             for open_ in list(stream.requests.values()):
@@ -350,7 +362,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
-    def _from_router(self, stream: _RouterStream, message: worker_pb2.RunRequest) -> None:
+    def _from_router(self, stream: RouterStream, message: worker_pb2.RunRequest) -> None:
         if not stream.greeted:
             if not message.HasField("hello"):
                 raise StreamError(grpc.StatusCode.INVALID_ARGUMENT, "the first message must have a hello")
@@ -366,11 +378,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 )
             )
         for submit in message.submits:
-            self._submit(stream, submit)
+            self.submit(stream, submit)
         for cancel in message.cancels:
-            self._cancel(stream, cancel)
+            self.cancel(stream, cancel)
 
-    def _submit(self, stream: _RouterStream, submit: worker_pb2.Submit) -> None:
+    def submit(self, stream: RouterStream, submit: worker_pb2.Submit) -> None:
+        """A request; its deltas come to the stream's outbox. Raises StreamError."""
         if submit.request in stream.requests:
             raise StreamError(grpc.StatusCode.INVALID_ARGUMENT, f"request number {submit.request} is in use")
         self._keys += 1
@@ -432,7 +445,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         for choice in open_.ended:
             self._engine.cancel(open_.key, choice, types_pb2.OUTCOME_CANCELLED)
 
-    def _cancel(self, stream: _RouterStream, cancel: worker_pb2.Cancel) -> None:
+    def cancel(self, stream: RouterStream, cancel: worker_pb2.Cancel) -> None:
+        """A request, or one choice of it, is not wanted any more."""
         open_ = stream.requests.get(cancel.request)
         # Its end may have crossed this on the way.
         if open_ is None or open_.epoch != cancel.epoch:
@@ -607,11 +621,13 @@ def _end_span(open_: _Open, finish: Finish) -> None:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def make_engine(settings: Config, model: ModelConfig, folder: models.ModelFolder) -> Engine:
+def make_engine(
+    settings: Config, model: ModelConfig, folder: models.ModelFolder, certificates: Tls | None = None
+) -> Engine:
     """The engine that is asked for. Raises ConfigError or ModelError."""
     config = settings.worker
-    if config.engine == "tensorrt_llm":
-        return _self_batched(settings, model, folder)
+    if config.engine in ("tensorrt_llm", "trtllm_grpc"):
+        return _self_batched(settings, model, folder, certificates)
     from headrace.worker.hashes import block_namer
     from headrace.worker.loop import Backend, BatchLoop
 
@@ -632,19 +648,29 @@ def make_engine(settings: Config, model: ModelConfig, folder: models.ModelFolder
         )
         backend = SimBackend(sim_limits(config, folder), timing, folder, output_tokens=config.sim_output_tokens)
     else:
-        raise ConfigError(f"worker.engine: 'llama_cpp', 'tensorrt_llm' or 'sim', got {config.engine!r}")
+        raise ConfigError(f"worker.engine: no engine {config.engine!r}")
     hash_blocks = block_namer(model.name, config.block_tokens) if config.prefix_cache else None
     return BatchLoop(backend, hash_blocks=hash_blocks, keep_prefixes=config.prefix_cache)
 
 
-def _self_batched(settings: Config, model: ModelConfig, folder: models.ModelFolder) -> Engine:
-    from headrace.worker.engines.tensorrt_llm import TensorRtLlm, check_settings
-    from headrace.worker.selfbatched import SelfBatched
+def _self_batched(settings: Config, model: ModelConfig, folder: models.ModelFolder, certificates: Tls | None) -> Engine:
+    from headrace.worker.selfbatched import Driver, SelfBatched
 
     config = settings.worker
-    check_settings(config, settings.tensorrt_llm)
+    driver: Driver
+    if config.engine == "tensorrt_llm":
+        from headrace.worker.engines.tensorrt_llm import TensorRtLlm, check_settings
+
+        check_settings(config, settings.tensorrt_llm)
+        driver = TensorRtLlm(folder, config, model, settings.tensorrt_llm)
+    else:
+        try:
+            from headrace.worker.engines.trtllm_grpc import TrtllmGrpc
+        except ImportError as missing:
+            raise ConfigError(f"worker.engine: needs the extra headrace[trtllm-grpc] ({missing})") from missing
+        driver = TrtllmGrpc(folder, config, certificates)
     return SelfBatched(
-        TensorRtLlm(folder, config, model, settings.tensorrt_llm),
+        driver,
         slots=config.slots,
         max_waiting=config.max_waiting,
         stall_timeout_s=config.stall_timeout_s,
@@ -670,8 +696,8 @@ async def run(config: Config) -> None:
     try:
         certificates = tls.load(config.tls)
         folder = await asyncio.to_thread(_prepare, model, needs_weights=worker.engine == "llama_cpp")
-        engine = make_engine(config, model, folder)
-        await _serve(worker, model.name, engine, certificates, began_s)
+        engine = make_engine(config, model, folder, certificates)
+        await _serve(worker, model.name, folder, engine, certificates, began_s)
     finally:
         await asyncio.to_thread(tracing.shutdown)
 
@@ -688,10 +714,28 @@ def _prepare(model: ModelConfig, *, needs_weights: bool) -> models.ModelFolder:
     return models.prepare(model.source, model.quantization, weights=needs_weights, progress=progress)
 
 
-async def _serve(config: WorkerConfig, model: str, engine: Engine, certificates: Tls | None, began_s: float) -> None:
+def _add_trtllm_service(server: Service, servicer: WorkerService, folder: models.ModelFolder) -> None:
+    try:
+        from headrace.worker import trtllm_service
+    except ImportError as missing:
+        raise ConfigError(f"worker.trtllm_service: needs the extra headrace[trtllm-grpc] ({missing})") from missing
+    door = trtllm_service.TrtllmService(servicer, folder)
+    server.add(trtllm_service.add_to_server, door, trtllm_service.FULL_NAME)
+
+
+async def _serve(
+    config: WorkerConfig,
+    model: str,
+    folder: models.ModelFolder,
+    engine: Engine,
+    certificates: Tls | None,
+    began_s: float,
+) -> None:
     server = Service("worker", config.address, metrics_address=config.metrics_address, tls=certificates)
     servicer = WorkerService(config, engine, server.registry)
     server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, FULL_NAME)
+    if config.trtllm_service:
+        _add_trtllm_service(server, servicer, folder)
     scheduler, cache = _links(config, model, servicer, lambda: server.address, certificates, began_s)
     publishing: list[asyncio.Task[None]] = []
     await server.start()

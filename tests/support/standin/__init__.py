@@ -26,7 +26,7 @@ VOCAB_SIZE, EOS_IDS = 1000, (2, 3)
 REAL_MODEL = os.environ.get("HEADRACE_TENSORRT_LLM_MODEL", "")
 
 
-def folder(context_tokens: int = 1024) -> ModelFolder:
+def folder(context_tokens: int = 1024, eos_ids: tuple[int, ...] = EOS_IDS) -> ModelFolder:
     """What the stand-in's model is said to be."""
     return ModelFolder(
         path=PATH,
@@ -35,7 +35,7 @@ def folder(context_tokens: int = 1024) -> ModelFolder:
         chat_template=None,
         context_tokens=context_tokens,
         vocab_size=VOCAB_SIZE,
-        eos_ids=EOS_IDS,
+        eos_ids=eos_ids,
         bos_token="",
         eos_token="",
         tokenizer_sha256=hashlib.sha256(b"").hexdigest(),
@@ -51,11 +51,16 @@ def environment(**play: Any) -> dict[str, str]:
 
 
 def driver(
-    worker: WorkerConfig, *, context_tokens: int = 1024, settings: dict[str, Any] | None = None, **play: Any
+    worker: WorkerConfig,
+    *,
+    context_tokens: int = 1024,
+    eos_ids: tuple[int, ...] = EOS_IDS,
+    settings: dict[str, Any] | None = None,
+    **play: Any,
 ) -> TensorRtLlm:
     """A driver whose child finds the stand-in."""
     made = TensorRtLlmConfig(**({"sampler_type": "TRTLLMSampler", "canary_s": 0.0} | (settings or {})))
-    return TensorRtLlm(folder(context_tokens), worker, MODEL, made, environment(**play))
+    return TensorRtLlm(folder(context_tokens, eos_ids), worker, MODEL, made, environment(**play))
 
 
 def engine(
