@@ -16,7 +16,8 @@ use headrace_core::scheduler::{
         Ask, Books, Capabilities, Class, Description, Event, Link, Load, Outcome, RunningLease, StepReport,
         WorkerHello, WorkerState,
     },
-    fleet::{PoolView, Worker},
+    pool::PoolView,
+    worker::Worker,
     Core, Measures, Policy, Predictions,
 };
 use prost::Message;

@@ -12,8 +12,10 @@ use super::{
     actions::Action,
     core::Core,
     events::{Ask, LeaseId, Link},
-    fleet::{kv_tokens, Fleet, Lease, Phase, Worker},
+    fleet::Fleet,
+    leases::{kv_tokens, Lease, Phase},
     lengths::Root,
+    worker::Worker,
 };
 use crate::{
     credits::{Ledger, Outlook, Room, Share},

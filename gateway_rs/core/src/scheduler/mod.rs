@@ -17,14 +17,27 @@ pub mod events;
 pub mod fair;
 pub mod fleet;
 pub mod kinds;
+pub mod leases;
 pub mod lengths;
+pub mod pool;
 pub mod queue;
+pub mod search;
+pub mod worker;
 
+mod admission;
 mod core;
 mod lending;
 mod map;
+mod members;
+mod placement;
+mod policy;
+mod preemption;
 mod rate;
 #[cfg(test)]
 mod tests;
 
-pub use self::core::{Core, Measures, Oddities, Policy, Predictions, Router, PASS_LIMIT};
+pub use self::{
+    core::{Core, Measures, Oddities, Predictions, Router},
+    placement::PASS_LIMIT,
+    policy::Policy,
+};

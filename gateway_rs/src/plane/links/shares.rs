@@ -9,7 +9,7 @@ use std::{
 
 use headrace_core::{
     credits::{Holder, Outlook, Room, Taken},
-    scheduler::{events::Link, fleet::expected_kv_tokens},
+    scheduler::{events::Link, leases::expected_kv_tokens},
 };
 use rand::{rngs::SmallRng, SeedableRng};
 

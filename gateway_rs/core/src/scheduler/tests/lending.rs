@@ -8,7 +8,7 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 use super::*;
 use crate::{
     credits::{Holder, Room, Taken},
-    scheduler::fleet::kv_tokens,
+    scheduler::leases::kv_tokens,
 };
 
 const SLOTS: u64 = 6;

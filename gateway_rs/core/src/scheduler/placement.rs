@@ -1,0 +1,344 @@
+//! Whose worker, and when: a newcomer finds one, a worker with room finds whose turn it is, and the lease is made.
+
+use super::{
+    actions::{Action, Grant},
+    admission::MAX_POOLS,
+    core::Core,
+    events::{Ask, Link},
+    fair::OUTPUT_WEIGHT,
+    leases::{kv_tokens, Lease, Phase, ANSWER_KV_TOKENS},
+    lengths::Root,
+    map::Key,
+    preemption::MAX_PREEMPTED,
+    queue::{Place, Plan},
+    search::Choice,
+};
+
+/// Asks looked at when a worker has room and the first in line does not fit it.
+const LOOKAHEAD: usize = 32;
+
+/// So many asks may be served past one that does not fit; then the next worker that could serve it keeps its room for it.
+pub const PASS_LIMIT: u32 = 64;
+
+/// Asks of other workers that one with nothing to do looks at.
+const STEAL_LOOKAHEAD: usize = 8;
+
+impl Core {
+    /// Finds a worker for one ask. Those before it in line were tried when they came, and since. True when it has been
+    /// granted; when its worker is busy with prompts, it waits for that one.
+    pub(super) fn place_newcomer(&mut self, place: Place) -> bool {
+        let mut busy: Option<Choice> = None;
+        for at in 0..MAX_POOLS {
+            let Some((waiting, name)) = self
+                .queue
+                .get(place)
+                .and_then(|waiting| waiting.ask.pools.get(at).map(|name| (waiting, name)))
+            else {
+                break;
+            };
+            let found = self
+                .fleet
+                .choose(self.now_s, name, &waiting.ask, &mut self.placer, &mut self.rng);
+            let Some(choice) = found else {
+                continue;
+            };
+            if !self.is_busy(choice.link) {
+                self.grant(place, &choice);
+                return true;
+            }
+            busy = busy.or(Some(choice));
+        }
+        if let Some(choice) = busy {
+            self.plan(place, &choice);
+        }
+        false
+    }
+
+    /// Whether a worker has prompts enough for now, as far as its predictions can be trusted; or its pool has.
+    fn is_busy(&mut self, link: Link) -> bool {
+        let Some(worker) = self.fleet.workers.get(&link) else {
+            return false;
+        };
+        if !self.fleet.kinds.trusted(worker.kind) {
+            return false;
+        }
+        let ahead_ms = self.policy.dispatch_ahead_s * 1e3;
+        let fed = !worker.prefilling.is_empty() && worker.fed_ms(self.now_s) > ahead_ms;
+        fed || (self.policy.prefill_share > 0.0 && self.prefill_left_ms(link) <= 0.0)
+    }
+
+    /// Prefill that a worker's pool may still be given. A second's share can be saved up.
+    fn prefill_left_ms(&mut self, link: Link) -> f64 {
+        let Some(worker) = self.fleet.workers.get(&link) else {
+            return 0.0;
+        };
+        let name = &worker.hello.pool;
+        let ready = self.fleet.pools.get(name).map_or(0, |pool| pool.ready.len());
+        let rate_ms = self.policy.prefill_share * ready as f64 * 1e3;
+        let (left_ms, at_s) = self.prefill_left.get(name).copied().unwrap_or((rate_ms, self.now_s));
+        let left_ms = (left_ms + rate_ms * (self.now_s - at_s)).min(rate_ms);
+        self.prefill_left.insert(name.clone(), (left_ms, self.now_s));
+        left_ms
+    }
+
+    /// Looks at a worker again when it has computed enough.
+    pub(super) fn watch_gate(&mut self, link: Link) {
+        let Some(worker) = self.fleet.workers.get(&link) else {
+            return;
+        };
+        let mut gate_s = worker.fed_until_s(self.policy.dispatch_ahead_s * 1e3);
+        if self.policy.prefill_share > 0.0 {
+            let ready = self
+                .fleet
+                .pools
+                .get(&worker.hello.pool)
+                .map_or(1, |pool| pool.ready.len().max(1));
+            let missing_ms = -self
+                .prefill_left
+                .get(&worker.hello.pool)
+                .map_or(0.0, |left| left.0)
+                .min(0.0);
+            gate_s = gate_s.max(self.now_s + missing_ms / (self.policy.prefill_share * ready as f64 * 1e3));
+        }
+        self.close_gate(link);
+        // Not at this very moment again: what can be done now is done.
+        let gate_s = Key(gate_s.max(self.now_s + 1e-3));
+        self.gates.insert((gate_s, link));
+        self.gate_of.insert(link, gate_s);
+    }
+
+    pub(super) fn close_gate(&mut self, link: Link) {
+        if let Some(gate_s) = self.gate_of.remove(&link) {
+            self.gates.remove(&(gate_s, link));
+        }
+    }
+
+    /// A worker may have room: give it to those whose turn it is.
+    pub(super) fn offer(&mut self, link: Link) {
+        while let Some((place, choice)) = self.next_for(link) {
+            if !self.shed_if_late(place, &choice) {
+                self.grant(place, &choice);
+            }
+        }
+        if self.queue.waits_for(link) {
+            self.watch_gate(link);
+        } else {
+            self.close_gate(link);
+        }
+    }
+
+    /// The next in line that this worker can run now.
+    fn next_for(&mut self, link: Link) -> Option<(Place, Choice)> {
+        let worker = self.fleet.workers.get(&link)?;
+        let (pool, open, reserved) = (worker.hello.pool.clone(), worker.open(), worker.reserved_for);
+        if !open && reserved.is_none() {
+            return None;
+        }
+        if !worker.aside.is_empty() {
+            self.go_on(link);
+        }
+        if !self.queue.waits_in(&pool) || self.is_busy(link) {
+            return None;
+        }
+        let own = self.next_planned(link);
+        let worker = self.fleet.workers.get(&link)?;
+        let may_steal = own.is_none() && worker.waiting() == 0 && reserved.is_none();
+        let own_turn = own
+            .and_then(|place| self.queue.get(place))
+            .map(|waiting| self.queue.turn(waiting));
+        let (mut next, mut wants_room, mut looked_at) = (None, None, 0);
+        for waiting in self.queue.in_turn(&pool).take(LOOKAHEAD) {
+            // One of its own comes first.
+            if own_turn.is_some_and(|turn| turn <= self.queue.turn(waiting)) {
+                break;
+            }
+            let kept_for_another = reserved.is_some_and(|place| place != waiting.place);
+            if kept_for_another || !worker.can_ever_run(&waiting.ask) {
+                continue;
+            }
+            if let Some(plan) = waiting.plan.filter(|plan| self.is_of(plan.worker, &pool)) {
+                looked_at += 1;
+                if may_steal && looked_at <= STEAL_LOOKAHEAD && worker.has_room(&waiting.ask) {
+                    if let Some(choice) = self.better_than(link, &plan, &waiting.ask) {
+                        next = Some((waiting.place, choice));
+                        break;
+                    }
+                }
+                continue;
+            }
+            if worker.has_room(&waiting.ask) {
+                let (choice, _) = self.fleet.consider(self.now_s, link, &waiting.ask, &self.placer)?;
+                next = Some((waiting.place, choice));
+                break;
+            }
+            if waiting.passed >= PASS_LIMIT && waiting.reserved.is_none() {
+                wants_room = Some(waiting.place);
+                break;
+            }
+        }
+        if next.is_none() && wants_room.is_none() && reserved.is_none() {
+            let place = own?;
+            let (choice, _) = self
+                .fleet
+                .consider(self.now_s, link, &self.queue.get(place)?.ask, &self.placer)?;
+            return Some((place, choice));
+        }
+        if let Some(place) = wants_room {
+            self.reserve(link, place);
+        }
+        if next.is_some_and(|(place, _)| self.queue.get(place).is_some_and(|waiting| waiting.plan.is_some())) {
+            self.measures.stolen += 1;
+        }
+        next
+    }
+
+    /// The first of those that wait for this worker; who does not fit any more waits for any.
+    fn next_planned(&mut self, link: Link) -> Option<Place> {
+        loop {
+            let worker = self.fleet.workers.get(&link)?;
+            let waiting = self.queue.planned(link).next()?;
+            if worker.open() && worker.can_ever_run(&waiting.ask) && worker.has_room(&waiting.ask) {
+                return Some(waiting.place);
+            }
+            let place = waiting.place;
+            self.unplan(place);
+        }
+    }
+
+    fn is_of(&self, link: Link, pool: &str) -> bool {
+        self.fleet
+            .workers
+            .get(&link)
+            .is_some_and(|worker| &*worker.hello.pool == pool)
+    }
+
+    /// That worker as a choice, if it is better than waiting for the one that was planned.
+    fn better_than(&self, link: Link, plan: &Plan, ask: &Ask) -> Option<Choice> {
+        let (here, here_score) = self.fleet.consider(self.now_s, link, ask, &self.placer)?;
+        let (there, there_score) = self.fleet.consider(self.now_s, plan.worker, ask, &self.placer)?;
+        // Its own prompt is counted there.
+        let there_score = there_score - plan.prefill_ms.min(there.pending_ms);
+        (here_score < there_score).then_some(here)
+    }
+    /// Counts against whoever is first in that pool's line and is not the one that is served.
+    fn count_pass(&mut self, pool: &str, served: Place) {
+        let first = self.queue.in_turn(pool).next().map(|waiting| waiting.place);
+        if let Some(first) = first.filter(|&first| first != served) {
+            if let Some(waiting) = self.queue.get_mut(first) {
+                waiting.passed += 1;
+            }
+        }
+    }
+
+    fn reserve(&mut self, link: Link, place: Place) {
+        if let (Some(worker), Some(waiting)) = (self.fleet.workers.get_mut(&link), self.queue.get_mut(place)) {
+            worker.reserved_for = Some(place);
+            waiting.reserved = Some(link);
+        }
+        self.fleet.reorder(link);
+    }
+
+    pub(super) fn unreserve(&mut self, link: Link, place: Place) {
+        if let Some(worker) = self.fleet.workers.get_mut(&link) {
+            if worker.reserved_for == Some(place) {
+                worker.reserved_for = None;
+                self.fleet.reorder(link);
+            }
+        }
+    }
+
+    pub(super) fn grant(&mut self, place: Place, choice: &Choice) {
+        let link = choice.link;
+        let Some(pool) = self.fleet.workers.get(&link).map(|worker| worker.hello.pool.clone()) else {
+            return;
+        };
+        self.count_pass(&pool, place);
+        let first = self.queue.in_turn(&pool).next();
+        let credit_waits = first.is_some_and(|first| self.queue.accounts.has_credit(first.account));
+        let Some(waiting) = self.take_waiting(place) else {
+            return;
+        };
+        let (Some(worker), Some(router_id)) = (self.fleet.workers.get(&link), self.routers_by_link.get(&waiting.link))
+        else {
+            return;
+        };
+        let (ask, hello, id) = (&waiting.ask, &worker.hello, self.next_lease);
+        let root = Root::of(ask);
+        let expected = if ask.expected_output_tokens > 0 {
+            ask.expected_output_tokens
+        } else {
+            self.lengths.expected(&root, 0, ask.max_tokens)
+        };
+        let uncached = ask.prompt_tokens - choice.hit_tokens.min(ask.prompt_tokens);
+        let charge = f64::from(uncached) + OUTPUT_WEIGHT * f64::from(ask.choices) * f64::from(expected);
+        if !credit_waits {
+            self.queue.accounts.next_round(waiting.account);
+        }
+        self.queue.accounts.charge(waiting.account, charge);
+        let first_ms = self
+            .fleet
+            .kinds
+            .first_token_ms(worker.kind, worker.pace, uncached, choice.hit_tokens);
+        let predicted_ttft_s = first_ms.map(|first_ms| (worker.fed_ms(self.now_s) + first_ms) / 1e3);
+        self.actions.push(Action::Granted(Box::new(Grant {
+            link: waiting.link,
+            ask: ask.number,
+            lease: id,
+            worker: link,
+            worker_id: hello.worker_id.clone(),
+            instance_id: hello.instance_id.clone(),
+            address: hello.address.clone(),
+            pool: pool.clone(),
+            class: ask.class,
+            queue_s: self.now_s - waiting.arrived_s,
+            predicted_ttft_s,
+            cached_tokens: choice.hit_tokens,
+            token_allowance: 0,
+        })));
+        let mut kv = kv_tokens(ask);
+        if ask.expected_output_tokens == 0 {
+            // Less where answers are short; not more, see there.
+            let spared = ANSWER_KV_TOKENS.saturating_sub(expected).min(ANSWER_KV_TOKENS);
+            kv = kv
+                .saturating_sub(u64::from(ask.choices) * u64::from(spared))
+                .max(u64::from(ask.prompt_tokens));
+        }
+        let lease = Lease {
+            id,
+            router_id: router_id.clone(),
+            instance_id: hello.instance_id.clone(),
+            request_id: ask.request_id.clone(),
+            tenant: ask.tenant.clone(),
+            choices: ask.choices,
+            prompt_tokens: ask.prompt_tokens,
+            kv_tokens: kv,
+            granted_s: self.now_s,
+            class: ask.class,
+            phase: Phase::Prefill,
+            prefill_ms: choice.prefill_ms,
+            predicted_ttft_s,
+            charged: Some((waiting.account, charge)),
+            root,
+            output_tokens: 0,
+            max_tokens: ask.max_tokens,
+            tpot_target_s: self.policy.tpot_target_s(ask),
+            // Who has waited so long that it came up a class is not put aside again.
+            preempted: if waiting.rank() < ask.class.rank() {
+                MAX_PREEMPTED
+            } else {
+                0
+            },
+            by_credit: None,
+        };
+        self.next_lease += 1;
+        if self.policy.prefill_share > 0.0 {
+            self.prefill_left_ms(link);
+            if let Some((left_ms, _)) = self.prefill_left.get_mut(&pool) {
+                *left_ms -= choice.prefill_ms;
+            }
+        }
+        self.hold(lease);
+        self.fleet.believe(link, &waiting.ask.block_hashes);
+        self.room_changed(link);
+    }
+}

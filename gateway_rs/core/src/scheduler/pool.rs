@@ -1,0 +1,259 @@
+//! The workers that serve one variant: what they agree on, who of them takes something, and in which order of delay.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use rand::{Rng, RngCore};
+
+use super::{
+    events::{Capabilities, Description, Link},
+    kinds::{KindId, Pace},
+    map::{Key, Map},
+    worker::Worker,
+};
+
+/// Things by a key, least first; those of equal keys form a bucket, in no order.
+#[derive(Debug)]
+pub struct Order<K> {
+    pub(super) buckets: BTreeMap<K, Vec<Link>>,
+    pub(super) at: Map<Link, (K, usize)>,
+}
+
+impl<K> Default for Order<K> {
+    fn default() -> Self {
+        Self {
+            buckets: BTreeMap::new(),
+            at: Map::default(),
+        }
+    }
+}
+
+impl<K: Ord + Copy> Order<K> {
+    /// How many are in.
+    pub fn len(&self) -> usize {
+        self.at.len()
+    }
+
+    /// Whether nobody is in.
+    pub fn is_empty(&self) -> bool {
+        self.at.is_empty()
+    }
+
+    /// Whether that one is in.
+    pub fn contains(&self, link: Link) -> bool {
+        self.at.contains_key(&link)
+    }
+
+    /// Puts one in, or moves it.
+    pub fn put(&mut self, link: Link, key: K) {
+        if self.at.get(&link).is_some_and(|&(at, _)| at == key) {
+            return;
+        }
+        self.remove(link);
+        let bucket = self.buckets.entry(key).or_default();
+        self.at.insert(link, (key, bucket.len()));
+        bucket.push(link);
+    }
+
+    /// Takes one out, if it is in.
+    pub fn remove(&mut self, link: Link) {
+        let Some((key, index)) = self.at.remove(&link) else {
+            return;
+        };
+        let Some(bucket) = self.buckets.get_mut(&key) else {
+            return;
+        };
+        bucket.swap_remove(index);
+        if let Some(&moved) = bucket.get(index) {
+            self.at.insert(moved, (key, index));
+        }
+        if bucket.is_empty() {
+            self.buckets.remove(&key);
+        }
+    }
+
+    /// Everybody.
+    pub fn links(&self) -> impl Iterator<Item = Link> + '_ {
+        self.buckets.values().flatten().copied()
+    }
+}
+
+/// Starting anywhere, all of a bucket.
+pub(super) fn by_lot<'a>(bucket: &'a [Link], rng: &mut dyn RngCore) -> impl Iterator<Item = Link> + 'a {
+    let start = if bucket.len() > 1 {
+        rng.random_range(0..bucket.len())
+    } else {
+        0
+    };
+    bucket[start..].iter().chain(&bucket[..start]).copied()
+}
+/// The workers that serve one variant.
+#[derive(Debug)]
+pub struct Pool {
+    /// Its name.
+    pub name: Arc<str>,
+    /// What all its workers agree on.
+    pub(super) identity: Identity,
+    /// All of them, by their streams.
+    pub workers: BTreeSet<Link>,
+    /// Those that are ready.
+    pub ready: BTreeSet<Link>,
+    /// Those that can take something, by kind and pace: so their predictions differ by nothing but what they hold.
+    pub(super) orders: BTreeMap<(KindId, Pace), Order<(u64, Key)>>,
+    /// In which of these each is.
+    pub(super) at: Map<Link, (KindId, Pace)>,
+    /// The longest prompt that a ready worker can serve.
+    pub max_prompt_tokens: u32,
+    /// How many ready workers serve prompts up to that length.
+    pub(super) serve: BTreeMap<u32, usize>,
+}
+
+/// What must be the same for all workers of a pool, or one request could have two answers.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Identity {
+    model: Arc<str>,
+    weights_sha256: Arc<str>,
+    quantization: Arc<str>,
+    tokenizer_sha256: Arc<str>,
+    template_sha256: Arc<str>,
+    vocab_size: u32,
+    eos_ids: Vec<u32>,
+    /// Routers hash a prompt's blocks once for the whole pool.
+    block_tokens: u32,
+}
+
+impl Identity {
+    pub(super) fn of(described: &Description) -> Self {
+        Self {
+            model: described.model.clone(),
+            weights_sha256: described.weights_sha256.clone(),
+            quantization: described.quantization.clone(),
+            tokenizer_sha256: described.tokenizer_sha256.clone(),
+            template_sha256: described.template_sha256.clone(),
+            vocab_size: described.vocab_size,
+            eos_ids: described.eos_ids.clone(),
+            block_tokens: described.block_tokens,
+        }
+    }
+
+    /// How another contradicts, for people; empty = it does not.
+    pub(super) fn difference(&self, other: &Self) -> String {
+        let mut found = Vec::new();
+        let mut texts = |name: &str, ours: &str, theirs: &str| {
+            if ours != theirs {
+                found.push(format!("{name} '{theirs}' where the pool has '{ours}'"));
+            }
+        };
+        texts("model", &self.model, &other.model);
+        texts("weights_sha256", &self.weights_sha256, &other.weights_sha256);
+        texts("quantization", &self.quantization, &other.quantization);
+        texts("tokenizer_sha256", &self.tokenizer_sha256, &other.tokenizer_sha256);
+        texts("template_sha256", &self.template_sha256, &other.template_sha256);
+        texts(
+            "vocab_size",
+            &self.vocab_size.to_string(),
+            &other.vocab_size.to_string(),
+        );
+        texts(
+            "eos_ids",
+            &format!("{:?}", self.eos_ids),
+            &format!("{:?}", other.eos_ids),
+        );
+        texts(
+            "block_tokens",
+            &self.block_tokens.to_string(),
+            &other.block_tokens.to_string(),
+        );
+        found.join("; ")
+    }
+}
+
+/// What routers are told of a pool.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PoolView {
+    /// Its name.
+    pub name: Arc<str>,
+    /// What it serves: a request that fits one worker is welcome; a capability is everyone's, because any may be chosen.
+    pub description: Description,
+    /// Workers that take new requests.
+    pub ready_workers: usize,
+    /// All.
+    pub workers: usize,
+    /// Of those that are ready.
+    pub addresses: Vec<Arc<str>>,
+}
+impl Pool {
+    /// Workers that can take something, as far as leases go.
+    pub fn open_workers(&self) -> usize {
+        self.at.len()
+    }
+
+    /// Whether that one can.
+    pub fn is_open(&self, link: Link) -> bool {
+        self.at.contains_key(&link)
+    }
+
+    pub(super) fn reorder(&mut self, worker: &Worker) {
+        let (link, group) = (worker.link, (worker.kind, worker.pace));
+        if self.at.get(&link).is_some_and(|at| *at != group) || !worker.open() {
+            self.leave_order(link);
+        }
+        if worker.open() {
+            self.at.insert(link, group);
+            self.orders.entry(group).or_default().put(link, worker.standing());
+        }
+    }
+
+    pub(super) fn leave_order(&mut self, link: Link) {
+        if let Some(group) = self.at.remove(&link) {
+            if let Some(order) = self.orders.get_mut(&group) {
+                order.remove(link);
+                if order.is_empty() {
+                    self.orders.remove(&group);
+                }
+            }
+        }
+    }
+
+    /// Notes what a worker can serve; true when it is another thing than before.
+    pub(super) fn refresh_ready(&mut self, worker: &mut Worker) -> bool {
+        let serves = worker.ready().then_some(worker.max_prompt_tokens);
+        // Almost every report changes nothing.
+        if serves == worker.serves_prompt_tokens {
+            return false;
+        }
+        if let Some(before) = worker.serves_prompt_tokens {
+            self.ready.remove(&worker.link);
+            if let Some(count) = self.serve.get_mut(&before) {
+                *count -= 1;
+                if *count == 0 {
+                    self.serve.remove(&before);
+                }
+            }
+        }
+        if let Some(now) = serves {
+            self.ready.insert(worker.link);
+            *self.serve.entry(now).or_default() += 1;
+        }
+        worker.serves_prompt_tokens = serves;
+        self.max_prompt_tokens = self.serve.last_key_value().map_or(0, |(&tokens, _)| tokens);
+        true
+    }
+}
+pub(super) fn common(all: &[&Capabilities]) -> Capabilities {
+    let Some((first, rest)) = all.split_first() else {
+        return Capabilities::default();
+    };
+    let mut shared = (*first).clone();
+    for each in rest {
+        shared.guided.retain(|kind| each.guided.contains(kind));
+        shared.lora.retain(|name| each.lora.contains(name));
+        shared.logprobs &= each.logprobs;
+        shared.prompt_logprobs &= each.prompt_logprobs;
+        shared.kv_handoff &= each.kv_handoff;
+        shared.batch_invariant &= each.batch_invariant;
+    }
+    shared
+}

@@ -1,0 +1,280 @@
+//! What is believed of one worker: the leases that it holds, its last report, and the prompts that it has to compute.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use super::{
+    events::{Ask, LeaseId, Link, Load, WorkerHello, WorkerState},
+    kinds::{Drift, KindId, Kinds, Pace},
+    leases::{kv_tokens, Held, Lease, Phase},
+    map::{Key, Map},
+};
+use crate::{
+    credits::Room,
+    place::{Candidate, BLOCK_TOKENS},
+};
+
+/// One instance of a worker, as believed.
+#[derive(Debug)]
+pub struct Worker {
+    /// Its stream.
+    pub link: Link,
+    /// Who it is.
+    pub hello: WorkerHello,
+    /// As it last reported.
+    pub load: Load,
+    /// When that was.
+    pub heard_s: f64,
+    /// The leases that it holds.
+    pub held: Held,
+    /// Of those, what the last report may not know of yet.
+    pub unreported: Held,
+    /// Of those, whose prompts are not computed yet.
+    pub prefilling: BTreeSet<LeaseId>,
+    /// Leases of requests that were put aside, by since when.
+    pub aside: BTreeSet<(Key, LeaseId)>,
+    /// Room that routers may use by themselves and, for all we know, do not yet.
+    pub promised: Room,
+    /// The one ask that this worker keeps its room for.
+    pub reserved_for: Option<u64>,
+    /// Prompt tokens in a step beside decoding, as it was last told.
+    pub chunk_tokens: Option<u32>,
+    /// What its steps cost.
+    pub kind: KindId,
+    /// How it differs from its kind.
+    pub pace: Pace,
+    pub(super) drift: Drift,
+    /// Its number in the prefix index.
+    pub(super) number: u32,
+    /// It reports its blocks, so nothing is believed.
+    pub(super) reports_blocks: bool,
+    /// Blocks that it was given, oldest first.
+    pub(super) believed: VecDeque<u64>,
+    /// Asks that wait for it here.
+    pub(super) planned: u32,
+    pub(super) planned_ms: f64,
+    /// Predicted work of prompts that were given to it and have no first token.
+    pub(super) prefilling_ms: f64,
+    /// When it will have computed all prompts, those of asks that wait for it here too.
+    pub(super) idle_at_s: f64,
+    /// The longest prompt that its pool counts on it for; None = it is not ready.
+    pub(super) serves_prompt_tokens: Option<u32>,
+    /// Choices in its batch at most.
+    pub slots: u32,
+    /// Choices leased at most: a full batch, and a few that hide the round trip.
+    pub limit: u64,
+    /// Tokens of KV in all; 0 = it does not say.
+    pub kv_tokens_total: u64,
+    /// The longest prompt that it can serve, with room for one token of answer.
+    pub max_prompt_tokens: u32,
+    pub(super) reported_prompt_tokens: u64,
+    pub(super) reported_kv_tokens: u64,
+}
+
+impl Worker {
+    pub(super) fn new(
+        link: Link,
+        hello: WorkerHello,
+        now_s: f64,
+        queue_factor: f64,
+        number: u32,
+        kind: KindId,
+    ) -> Self {
+        let mut worker = Self {
+            link,
+            hello,
+            load: Load::default(),
+            heard_s: now_s,
+            held: Held::default(),
+            unreported: Held::default(),
+            prefilling: BTreeSet::new(),
+            aside: BTreeSet::new(),
+            promised: Room::NONE,
+            reserved_for: None,
+            chunk_tokens: None,
+            kind,
+            pace: Pace::default(),
+            drift: Drift::default(),
+            number,
+            reports_blocks: false,
+            believed: VecDeque::new(),
+            planned: 0,
+            planned_ms: 0.0,
+            prefilling_ms: 0.0,
+            idle_at_s: f64::NEG_INFINITY,
+            serves_prompt_tokens: None,
+            slots: 1,
+            limit: 1,
+            kv_tokens_total: 0,
+            max_prompt_tokens: 0,
+            reported_prompt_tokens: 0,
+            reported_kv_tokens: 0,
+        };
+        worker.derive(queue_factor);
+        worker
+    }
+
+    /// Takes new requests when it has room.
+    pub fn ready(&self) -> bool {
+        self.load.state == WorkerState::Ready
+    }
+
+    /// Takes any request now, as far as leases go.
+    pub fn open(&self) -> bool {
+        self.ready() && self.reserved_for.is_none() && self.held.choices + self.promised.choices < self.limit
+    }
+
+    /// Requests that decode.
+    pub fn decoding(&self) -> u32 {
+        (self.held.len() - self.prefilling.len()) as u32
+    }
+
+    /// Requests whose prompts wait or are being computed, and asks that wait for it here.
+    pub fn waiting(&self) -> u32 {
+        self.prefilling.len() as u32 + self.planned
+    }
+
+    /// Predicted work of prompts that it has not computed, those of asks that wait for it here too.
+    pub fn pending_ms(&self, now_s: f64) -> f64 {
+        if self.waiting() == 0 {
+            return 0.0;
+        }
+        ((self.idle_at_s - now_s) * 1e3).clamp(0.0, (self.prefilling_ms + self.planned_ms).max(0.0))
+    }
+
+    /// Of that, what it has been given.
+    pub fn fed_ms(&self, now_s: f64) -> f64 {
+        (self.pending_ms(now_s) - self.planned_ms).max(0.0)
+    }
+
+    /// When no more than that is left of what it has been given.
+    pub fn fed_until_s(&self, ahead_ms: f64) -> f64 {
+        self.idle_at_s - (self.planned_ms + ahead_ms) / 1e3
+    }
+
+    pub(super) fn add_prefill(&mut self, now_s: f64, ms: f64) {
+        self.idle_at_s = self.idle_at_s.max(now_s) + ms / 1e3;
+    }
+
+    /// So much less is to be computed than was thought.
+    pub(super) fn drop_prefill(&mut self, now_s: f64, ms: f64) {
+        self.idle_at_s = (self.idle_at_s - ms / 1e3).max(now_s);
+        self.bound_prefill(now_s);
+    }
+
+    /// No more waits there than what it holds.
+    pub(super) fn bound_prefill(&mut self, now_s: f64) {
+        if self.prefilling.is_empty() {
+            self.prefilling_ms = 0.0;
+        }
+        if self.planned == 0 {
+            self.planned_ms = 0.0;
+        }
+        let most_s = (self.prefilling_ms + self.planned_ms).max(0.0) / 1e3;
+        self.idle_at_s = self.idle_at_s.min(now_s + most_s);
+    }
+
+    /// Where it stands among workers of its kind: the factor by which a prompt there delays others, and when it has
+    /// computed what it has.
+    pub(super) fn standing(&self) -> (u64, Key) {
+        let factor = (1 + u64::from(self.decoding())) * (1 + u64::from(self.waiting()));
+        let idle_at_s = if self.waiting() == 0 {
+            f64::NEG_INFINITY
+        } else {
+            self.idle_at_s
+        };
+        (factor, Key(idle_at_s))
+    }
+
+    pub(super) fn candidate(&self, now_s: f64, kinds: &Kinds, ask: &Ask, hit_tokens: u32) -> Candidate {
+        let pending_prefill_ms = self.pending_ms(now_s);
+        let token_ms = kinds.prefill_ms(self.kind, self.pace, BLOCK_TOKENS, 0) / f64::from(BLOCK_TOKENS);
+        Candidate {
+            pending_prefill_ms,
+            pending_prefill_tokens: (pending_prefill_ms / token_ms) as u64,
+            prefill_ms: kinds.prefill_ms(self.kind, self.pace, ask.prompt_tokens - hit_tokens, hit_tokens),
+            hit_tokens,
+            decoding: self.decoding(),
+            waiting: self.waiting(),
+            active_tokens: self.kv_demand_tokens(),
+            cached_tokens: u64::from(self.load.kv_blocks_cached) * u64::from(self.hello.description.block_tokens),
+        }
+    }
+
+    /// KV held by requests, and what is known to come.
+    pub fn kv_demand_tokens(&self) -> u64 {
+        self.reported_kv_tokens + self.unreported.kv_tokens
+    }
+
+    /// Whether it may have this ask when there is room.
+    pub fn can_ever_run(&self, ask: &Ask) -> bool {
+        self.ready()
+            && ask.prompt_tokens <= self.max_prompt_tokens
+            && !ask.avoid_instances.contains(&self.hello.instance_id)
+    }
+
+    /// Whether there is room for this ask now. Who has nothing to do has room for anything.
+    pub fn has_room(&self, ask: &Ask) -> bool {
+        if self.held.is_empty() && self.promised == Room::NONE {
+            return true;
+        }
+        if self.held.choices + self.promised.choices + u64::from(ask.choices) > self.limit {
+            return false;
+        }
+        self.has_kv(kv_tokens(ask))
+    }
+
+    /// Whether so much KV more is there.
+    pub fn has_kv(&self, tokens: u64) -> bool {
+        self.kv_tokens_total == 0 || self.kv_demand_tokens() + self.promised.kv_tokens + tokens <= self.kv_tokens_total
+    }
+
+    /// What follows from description and report; kept, because placement asks for it all the time.
+    pub(super) fn derive(&mut self, queue_factor: f64) {
+        let (described, load) = (&self.hello.description, &self.load);
+        let block_tokens = u64::from(described.block_tokens.max(1));
+        self.slots = if load.slots > 0 { load.slots } else { described.slots }.max(1);
+        self.limit = ((f64::from(self.slots) * queue_factor) as u64).max(1);
+        let blocks = if load.kv_blocks_total > 0 {
+            load.kv_blocks_total
+        } else {
+            described.kv_blocks
+        };
+        self.kv_tokens_total = u64::from(blocks) * block_tokens;
+        let bounds = [u64::from(described.context_tokens), self.kv_tokens_total];
+        let bound = bounds
+            .into_iter()
+            .filter(|&bound| bound > 0)
+            .min()
+            .unwrap_or(u64::from(u32::MAX));
+        self.max_prompt_tokens = (bound - 1).min(u64::from(u32::MAX)) as u32;
+        self.reported_prompt_tokens = load.waiting_prompt_tokens + load.running_prompt_tokens;
+        self.reported_kv_tokens = u64::from(load.kv_blocks_used) * block_tokens + self.reported_prompt_tokens;
+    }
+
+    /// Prompt tokens that it need not compute, when it holds so many leading blocks.
+    pub(super) fn hit_tokens(&self, ask: &Ask, blocks: u32) -> u32 {
+        (blocks * self.hello.description.block_tokens).min(ask.prompt_tokens.saturating_sub(1))
+    }
+
+    /// What the last report says of prompts that wait, and what cannot be in it yet.
+    pub(super) fn believe_prompts(&mut self, now_s: f64, kinds: &Kinds, leases: &mut Map<LeaseId, Lease>) {
+        if self.reported_prompt_tokens == 0 && self.load.waiting_requests == 0 && !self.prefilling.is_empty() {
+            // Their routers have not said so (yet).
+            for id in self.prefilling.clone() {
+                if let Some(lease) = leases.get_mut(&id).filter(|lease| !self.unreported.contains(lease)) {
+                    lease.phase = Phase::Decode;
+                    self.prefilling.remove(&id);
+                    self.prefilling_ms -= lease.prefill_ms;
+                }
+            }
+        }
+        let prefilling = self.prefilling.iter().filter_map(|id| leases.get(id));
+        let unreported = prefilling.filter(|lease| self.unreported.contains(lease));
+        let unreported_ms: f64 = unreported.map(|lease| lease.prefill_ms).sum();
+        let tokens = self.reported_prompt_tokens.min(u64::from(u32::MAX)) as u32;
+        let reported_ms = kinds.prefill_ms(self.kind, self.pace, tokens.min(BLOCK_TOKENS), 0)
+            * (f64::from(tokens) / f64::from(BLOCK_TOKENS)).max(1.0);
+        self.idle_at_s = now_s + (reported_ms + unreported_ms + self.planned_ms) / 1e3;
+        self.bound_prefill(now_s);
+    }
+}
