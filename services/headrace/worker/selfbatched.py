@@ -75,10 +75,9 @@ class KvState:
 
 
 class Run:
-    """One choice in the engine, from a beginning to an end. A driver reads it and may keep what is its own in
-    ``handle``."""
+    """One choice in the engine, from a beginning to an end. Drivers read it."""
 
-    __slots__ = ("context_tokens", "handle", "id", "max_tokens", "min_tokens", "prompt_ids", "seed", "sequence")
+    __slots__ = ("id", "max_tokens", "min_tokens", "prompt_ids", "seed", "sequence")
 
     def __init__(self, number: int, sequence: _Sequence) -> None:
         stopping, produced = sequence.request.stopping, len(sequence.ids)
@@ -89,9 +88,6 @@ class Run:
         self.max_tokens = sequence.max_tokens - produced
         self.min_tokens = max(0, stopping.min_tokens - produced)
         self.seed = sequence.request.sampling.seeds[sequence.choice]
-        self.handle: object = None
-        #: Of it in the KV, from its first token on.
-        self.context_tokens = 0
 
     @property
     def request(self) -> Request:
@@ -199,7 +195,6 @@ class _State:
     admitted_s: float | None = None
     first_token_s: float | None = None
     cached_tokens: int | None = None
-    completion_tokens: int = 0
     open_choices: int = 0
     aside: bool = False
     sequences: list[_Sequence] = field(default_factory=list)
@@ -236,10 +231,8 @@ class SelfBatched:
         self._iteration = 0
         self._alive_s = 0.0
         self._busy_s = 0.0
-        #: Prompt tokens, those of them reused, tokens of answers.
+        #: Prompt tokens, those of them reused, tokens of answers that have ended.
         self._totals = [0, 0, 0]
-        #: In the KV of all that decodes.
-        self._context_tokens = 0
         self._flushing = False
         self._over = False
         self._watch: asyncio.Task[None] | None = None
@@ -337,7 +330,7 @@ class SelfBatched:
             running_requests=len(running),
             waiting_prompt_tokens=sum(len(sequence.request.prompt_ids) for sequence in self._waiting),
             running_prompt_tokens=sum(len(sequence.request.prompt_ids) for sequence in running if not sequence.ids),
-            context_tokens=self._context_tokens,
+            context_tokens=self._context_tokens(),
             kv_blocks_total=self._room.kv_blocks,
             kv_blocks_used=kv.used_blocks,
             # Both are the engine's words of different moments.
@@ -346,8 +339,12 @@ class SelfBatched:
             iteration=self._iteration,
             prompt_tokens_total=prompt,
             cached_prompt_tokens_total=cached,
-            completion_tokens_total=completion,
+            completion_tokens_total=completion + sum(len(sequence.ids) for sequence in running),
         )
+
+    def _context_tokens(self) -> int:
+        """In the KV of all that decodes. Counted when somebody asks, rather than with each token."""
+        return sum(len(each.request.prompt_ids) + len(each.ids) for each in self._running if each.ids)
 
     def step_age_s(self) -> float:
         """See ``Engine.step_age_s``: since the last sign of life of an engine that owes some."""
@@ -381,12 +378,7 @@ class SelfBatched:
         if sequence.aborting:
             # Its end has been decided; what still comes is nobody's.
             return
-        grown = len(ids) if run.context_tokens else len(run.prompt_ids) + len(ids)
-        run.context_tokens += grown
-        self._context_tokens += grown
         sequence.ids += ids
-        state.completion_tokens += len(ids)
-        self._totals[2] += len(ids)
         if not state.internal:
             self._deltas.append(delta)
 
@@ -417,7 +409,7 @@ class SelfBatched:
         self._admit()
         deltas, self._deltas = self._deltas, []
         if cost is not None:
-            cost = replace(cost, context_tokens=self._context_tokens)
+            cost = replace(cost, context_tokens=self._context_tokens())
         if deltas or cost is not None or blocks:
             self._on_step(StepResult(self._iteration, deltas, cost, blocks or []))
 
@@ -518,8 +510,6 @@ class SelfBatched:
 
     def _out_of_engine(self, sequence: _Sequence) -> None:
         self._running.discard(sequence)
-        if sequence.run is not None:
-            self._context_tokens -= sequence.run.context_tokens
         sequence.run = None
         self._busy_s = now = self._clock()
         # The prompt's blocks for the whole time, the answer's as they came: evenly, near enough.
@@ -540,6 +530,7 @@ class SelfBatched:
             self._start(next(other for other in state.sequences if not other.ended))
         if state.internal:
             return
+        self._totals[2] += len(sequence.ids)
         admitted = state.admitted_s if state.admitted_s is not None else now
         first = state.first_token_s if state.first_token_s is not None else now
         finish = Finish(
@@ -547,7 +538,7 @@ class SelfBatched:
             error=why,
             prompt_tokens=len(state.request.prompt_ids),
             cached_prompt_tokens=state.cached_tokens or 0,
-            completion_tokens=state.completion_tokens,
+            completion_tokens=sum(len(other.ids) for other in state.sequences),
             queue_s=admitted - state.submitted_s,
             prefill_s=max(0.0, first - admitted),
             decode_s=max(0.0, now - first),

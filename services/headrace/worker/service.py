@@ -80,8 +80,6 @@ _OUTCOME_NAMES = {
     types_pb2.OUTCOME_FAILED: "failed",
 }
 
-_Frame = worker_pb2.RunWelcome | worker_pb2.TokenDelta
-
 
 @dataclass(eq=False, slots=True)
 class _Open:
@@ -108,8 +106,12 @@ class RouterStream:
     def __init__(self) -> None:
         self.router_id = ""
         self.greeted = False
-        self.outbox: Outbox[_Frame] = Outbox(_MAX_UNREAD, batch=_DELTAS_IN_MESSAGE)
+        self.outbox: Outbox[_Item] = Outbox(_MAX_UNREAD, batch=_DELTAS_IN_MESSAGE)
         self.requests: dict[int, _Open] = {}
+
+
+#: What waits on a stream.
+_Item = worker_pb2.RunWelcome | tuple[_Open, Delta]
 
 
 class WorkerMetrics(Collector):
@@ -501,21 +503,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self.on_blocks()
 
     def _deliver(self, open_: _Open, delta: Delta) -> None:
-        message = worker_pb2.TokenDelta(
-            request=open_.number,
-            epoch=open_.epoch,
-            choice=delta.choice,
-            first_index=delta.first_index,
-            ids=delta.ids,
-            cached_prompt_tokens=delta.cached_prompt_tokens,
-        )
-        if delta.logprobs is not None:
-            message.logprobs.extend(_logprobs(each) for each in delta.logprobs)
-        if delta.prompt_logprobs is not None:
-            message.prompt_logprobs.extend(_logprobs(each) for each in delta.prompt_logprobs)
-        if delta.finish is not None:
-            _fill_finish(message.finish, delta.finish)
-        open_.stream.outbox.put(message)
+        open_.stream.outbox.put((open_, delta))
         if delta.finish is not None:
             open_.ended.add(delta.choice)
             self._metrics.finished[_OUTCOME_NAMES.get(delta.finish.outcome, "failed")] += 1
@@ -539,12 +527,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if not self._open:
             self._idle.set()
 
-    def _frame(self, items: list[_Frame]) -> worker_pb2.RunResponse:
+    def _frame(self, items: list[_Item]) -> worker_pb2.RunResponse:
         frame = worker_pb2.RunResponse(iteration=self._iteration)
-        if isinstance(items[0], worker_pb2.RunWelcome):
-            frame.welcome.CopyFrom(items[0])
-            items = items[1:]
-        frame.deltas.extend(items)  # type: ignore[arg-type]
+        add = frame.deltas.add
+        for item in items:
+            if isinstance(item, tuple):
+                _fill(add(), *item)
+            else:
+                frame.welcome.CopyFrom(item)
         return frame
 
 
@@ -554,6 +544,24 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], v
     except RuntimeError:
         # The loop is closed: the process is going.
         log.debug("a step came after the end")
+
+
+def _fill(message: worker_pb2.TokenDelta, open_: _Open, delta: Delta) -> None:
+    """Written in place: most deltas are one id, and there are as many as tokens."""
+    message.request = open_.number
+    message.epoch = open_.epoch
+    if delta.choice:
+        message.choice = delta.choice
+    message.first_index = delta.first_index
+    message.ids.extend(delta.ids)
+    if delta.cached_prompt_tokens is not None:
+        message.cached_prompt_tokens = delta.cached_prompt_tokens
+    if delta.logprobs is not None:
+        message.logprobs.extend(_logprobs(each) for each in delta.logprobs)
+    if delta.prompt_logprobs is not None:
+        message.prompt_logprobs.extend(_logprobs(each) for each in delta.prompt_logprobs)
+    if delta.finish is not None:
+        _fill_finish(message.finish, delta.finish)
 
 
 def _logprobs(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:

@@ -27,6 +27,7 @@ from headrace.models import ModelFolder
 from headrace.serving import StreamError
 from headrace.tokenizer import StreamDecoder, Tokenizer
 from headrace.v1 import types_pb2, worker_pb2
+from headrace.worker.engine import Delta, TokenLogprobs
 from headrace.worker.service import RouterStream, WorkerService
 
 log = logging.getLogger(__name__)
@@ -82,9 +83,9 @@ class TrtllmService(trtllm_service_pb2_grpc.TrtllmServiceServicer):  # type: ign
                 self._worker.submit(stream, submit)
                 answer = _Answer(request, submit, self._decoder, lambda choice: self._stop(stream, choice))
                 while answer.open_choices and (items := await stream.outbox.take()) is not None:
-                    for delta in items:
-                        assert isinstance(delta, worker_pb2.TokenDelta)
-                        for response in answer.take(delta):
+                    for item in items:
+                        assert isinstance(item, tuple)
+                        for response in answer.take(item[1]):
                             yield response
             except _Refused as refused:
                 await context.abort(refused.code, str(refused))
@@ -275,33 +276,33 @@ class _Answer:
     def open_choices(self) -> int:
         return sum(not choice.ended for choice in self._choices)
 
-    def take(self, delta: worker_pb2.TokenDelta) -> Iterator[trtllm_service_pb2.GenerateResponse]:
+    def take(self, delta: Delta) -> Iterator[trtllm_service_pb2.GenerateResponse]:
         """What the client is told of it. Raises _Refused when the request failed."""
-        if delta.HasField("cached_prompt_tokens"):
+        if delta.cached_prompt_tokens is not None:
             self._cached_tokens = delta.cached_prompt_tokens
-            self._prompt_logprobs += [_logprob(each) for each in delta.prompt_logprobs]
+        self._prompt_logprobs += [_logprob(each) for each in delta.prompt_logprobs or ()]
         choice = self._choices[delta.choice]
         if choice.ended:
             return
         ids = list(delta.ids)
-        if delta.HasField("finish") and delta.finish.HasField("error"):
-            failure = delta.finish.error
+        finish = delta.finish
+        if finish is not None and (failure := finish.error) is not None:
             raise _Refused(failure.message, STATUS.get(failure.code, grpc.StatusCode.INTERNAL))
         if choice.decoder is not None:
             ids = self._until_stop(choice, choice.decoder, ids)
-        stop_id = ids[-1] if ids and ids[-1] in self._stop_ids and delta.HasField("finish") else None
+        stop_id = ids[-1] if ids and ids[-1] in self._stop_ids and finish is not None else None
         if stop_id is not None and not self._request.include_stop_token_in_output:
             ids.pop()
-        logprobs = [_logprob(each) for each in delta.logprobs[: len(ids)]]
+        logprobs = [_logprob(each) for each in (delta.logprobs or [])[: len(ids)]]
         choice.ids += ids
         choice.logprobs += logprobs
         if ids and self._request.streaming:
             yield self._chunk(delta.choice, choice, ids, logprobs)
-        if choice.met and not delta.HasField("finish"):
+        if choice.met and finish is None:
             self._stop(delta.choice)
-        if choice.met or delta.HasField("finish"):
+        if choice.met or finish is not None:
             choice.ended = True
-            reason = "stop" if choice.met else _REASONS.get(delta.finish.outcome, "stop")
+            reason = "stop" if choice.met or finish is None else _REASONS.get(finish.outcome, "stop")
             yield self._complete(delta.choice, choice, reason, stop_id)
 
     def _until_stop(self, choice: _Choice, decoder: StreamDecoder, ids: list[int]) -> list[int]:
@@ -385,10 +386,11 @@ def _guide(guided: types_pb2.Guided, wanted: trtllm_service_pb2.GuidedDecodingPa
         raise _Refused(f"guided_decoding: {_GUIDES.GuideType.Name(kind)} is not supported")
 
 
-def _logprob(row: types_pb2.TokenLogprobs) -> trtllm_service_pb2.TokenLogprob:
-    made = trtllm_service_pb2.TokenLogprob(token_id=row.drawn.id, logprob=row.drawn.logprob)
-    for each in row.top:
-        made.top_logprobs.add(token_id=each.id, logprob=each.logprob)
+def _logprob(row: TokenLogprobs) -> trtllm_service_pb2.TokenLogprob:
+    token, logprob = row.drawn
+    made = trtllm_service_pb2.TokenLogprob(token_id=token, logprob=logprob)
+    for token, logprob in row.top:
+        made.top_logprobs.add(token_id=token, logprob=logprob)
     return made
 
 

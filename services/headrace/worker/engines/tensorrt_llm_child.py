@@ -39,9 +39,9 @@ from headrace.worker.hashes import block_namer
 log = logging.getLogger(__name__)
 
 _SUPPORTED = (1, 2), (1, 5)
-#: How long one poll may wait for rows; also how stale a report can be on an idle engine.
+#: How long one poll may wait for rows, and the pause after it.
 _POLL_S = 0.05
-_BACK_OFF_S = 0.02
+_POLL_EVERY_S = 0.05
 _BEAT_S = 0.25
 _WARM_UP_TIMEOUT_S = 600.0
 
@@ -395,6 +395,11 @@ class Server:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
+    def _flush_with_results(self) -> None:
+        """While requests run, an iteration's frame is about to leave anyway."""
+        if not self._results:
+            self._flush_soon()
+
     def _flush(self) -> None:
         self._flushing = False
         if self._out:
@@ -407,10 +412,11 @@ class Server:
         self._costs, self._blocks = [], []
 
     async def _beat(self) -> None:
-        """A sign of life of this loop: while it is blocked, none comes."""
+        """What has waited for results that did not come."""
         while True:
             await asyncio.sleep(_BEAT_S)
-            self._link.send(("beat",))
+            if self._costs or self._blocks:
+                self._flush_soon()
 
     def _fail(self, reason: str) -> None:
         if not self._stopping.is_set():
@@ -436,9 +442,8 @@ class Server:
                     rows = []
                 if rows:
                     tell(rows)
-                else:
-                    # Some releases return at once when there is nothing.
-                    self._stopping.wait(_BACK_OFF_S)
+                # A row for each iteration would wake this thread as often. Also, some releases return at once.
+                self._stopping.wait(_POLL_EVERY_S)
 
         threading.Thread(target=main, name=what, daemon=True).start()
 
@@ -460,7 +465,7 @@ class Server:
             self._used_blocks, self._capacity_blocks = used, total
             self._drafted += drafted
             self._accepted += accepted
-            self._flush_soon()
+            self._flush_with_results()
 
         self._call(take)
 
@@ -471,7 +476,7 @@ class Server:
 
         def take() -> None:
             self._blocks += changes
-            self._flush_soon()
+            self._flush_with_results()
 
         if changes:
             self._call(take)
