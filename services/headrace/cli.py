@@ -1,7 +1,7 @@
 """The command line.
 
 ``headrace router | scheduler | cache | worker`` runs one service, ``headrace up`` all of them on this machine; ``chat``
-and ``bench`` are clients; ``sim`` simulates a mesh; ``config`` shows the configuration.
+and ``bench`` are clients; ``sim`` simulates a mesh, ``plan`` plans one; ``config`` shows the configuration.
 
 A user's mistake is one red line and exit code 2, never a traceback; what fails for other reasons ends with 1. Heavy
 modules are imported by the command that needs them, so that ``--help`` is quick. What this module leaves to others: all
@@ -444,6 +444,105 @@ def sim(
         sys.stdout.write(json.dumps(results.to_dict()) + "\n")
     else:
         show_simulation(results)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Option(help="A known model, or a file like its config.json. 'list' shows the known ones.")
+    ] = "llama-3.1-8b",
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A known GPU, or a .json file with its figures; repeated, the cheapest is planned with. 'list' shows "
+            "the known ones.",
+            show_default="h100-80gb",
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", "--tp", min=0, max=64, help="GPUs of a worker; 0 = the cheapest.")
+    ] = 0,
+    weights: Annotated[str, typer.Option(help="fp16, fp8 or int4.")] = "fp16",
+    kv: Annotated[str, typer.Option(help="KV: fp16 or fp8.")] = "fp16",
+    rate: Annotated[float, typer.Option(min=1e-6, help="Requests a second, arriving at random.")] = 10.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Mean length of a prompt.")] = 1000,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Mean length of an answer.")] = 200,
+    prefix_share: Annotated[float, typer.Option(min=0, max=0.999, help="Share of a prompt that is in KV.")] = 0.0,
+    sigma: Annotated[float, typer.Option(min=0, max=2, help="Deviation of the lengths' logarithms.")] = 0.8,
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace to plan for, in place of such traffic.", show_default="none")
+    ] = None,
+    trace_format: Annotated[
+        str, typer.Option("--format", help="mooncake, azure, measured, servegen or auto.")
+    ] = "auto",
+    load: Annotated[float, typer.Option(min=1e-6, help="Times the trace's own speed.")] = 1.0,
+    ttft_target_ms: Annotated[float, typer.Option(min=1, help="First token, for 99 requests in 100.")] = 2000.0,
+    tpot_target_ms: Annotated[float, typer.Option(min=0.1, help="Between tokens, for 99 requests in 100.")] = 100.0,
+    max_batch: Annotated[int, typer.Option(min=1, max=4096, help="Answers that a worker has under way at most.")] = 256,
+    price: Annotated[
+        float | None, typer.Option(min=0.0001, help="Dollars of a GPU-hour.", show_default="list prices")
+    ] = None,
+    worker_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--tokens-per-s", min=0.001, help="Output of a worker, where it is known.", show_default="by arithmetic"
+        ),
+    ] = None,
+    what_if: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=NUMBER,...",
+            help="What levers are tried with: repeats, prefix, easy, draft, accepted.",
+            show_default="repeats=.2,prefix=.5,easy=.3,draft=3,accepted=.6",
+        ),
+    ] = "",
+    small_model: Annotated[
+        str, typer.Option(help="What takes the easy requests.", show_default="a known one, a quarter of the size")
+    ] = "",
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Look in the simulator for the cheapest fleet that keeps to the targets.")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Plan a fleet: memory, concurrency, workers, dollars, what limits them, and what would help.
+
+    Times come from a measured cost table where there is one for the model and GPU, else from the roofline.
+    """
+    from headrace import plan as planning
+    from headrace.terminal import SearchProgress, show_catalogue, show_plan
+
+    if model == "list" or gpu == ["list"]:
+        show_catalogue("models" if model == "list" else "gpus", as_json=as_json)
+        return
+    question = planning.Question(
+        model=model,
+        gpus=tuple(gpu or ("h100-80gb",)),
+        tensor_parallel=tensor_parallel,
+        weights=weights,
+        kv=kv,
+        rate_per_s=rate,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        prefix_share=prefix_share,
+        sigma=sigma,
+        trace=trace,
+        trace_format=trace_format,
+        load=load,
+        ttft_target_s=ttft_target_ms / 1000,
+        tpot_target_s=tpot_target_ms / 1000,
+        max_batch=max_batch,
+        usd_per_gpu_hour=price,
+        worker_tokens_per_s=worker_tokens_per_s,
+        what_if=what_if,
+        small_model=small_model,
+    )
+    with SearchProgress(quiet=quiet or as_json or not simulate) as tried:
+        answer = planning.answer(question, tried if simulate else None)
+    if as_json:
+        sys.stdout.write(json.dumps(answer.to_dict()) + "\n")
+    else:
+        show_plan(answer)
 
 
 @contextlib.contextmanager

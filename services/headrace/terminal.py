@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from headrace import sim
+    from headrace import plan, sim
     from headrace.bench import Plan, Report, Spread
     from headrace.up import Mesh
 
@@ -244,3 +244,172 @@ def show_cost_tables(*, as_json: bool = False) -> None:
         gpus = f"{table['tensor_parallel']} × {table['gpu']}"
         console.print(f"[bold]{table['name']}[/bold]  {table['model']} on {gpus}, {table['kv_tokens']} KV tokens")
         console.print(f"  [dim]{escape(table['source'])}[/dim]")
+
+
+class SearchProgress(_Bar):
+    """The bar of ``headrace plan --simulate``: fleets tried; the figure is the last one's workers."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__("simulating", None, TextColumn("{task.fields[figure]} workers"), quiet=quiet)
+
+
+def show_catalogue(kind: str, *, as_json: bool = False) -> None:
+    """The known models or GPUs, with their sources."""
+    import json
+
+    from headrace import shapes
+
+    catalogue = shapes.catalogue()
+    if as_json:
+        sys.stdout.write(json.dumps(catalogue[kind]) + "\n")
+        return
+    console = stdout()
+    table = Table(box=None, pad_edge=False)
+    models = kind == "models"
+    headings = (
+        ("model", "parameters", "layers", "KV bytes/token")
+        if models
+        else ("GPU", "GB", "TB/s", "FP16 TFLOP/s", "FP8", "link GB/s", "$/hour")
+    )
+    for at, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if at == 0 else "right", no_wrap=True)
+    for name in catalogue[kind]:
+        if models:
+            shape = shapes.find_shape(name)
+            kv_bytes = shape.kv_bytes_per_token("fp16")
+            table.add_row(name, f"{shape.parameters / 1e9:.2f} B", str(shape.layers), f"{kv_bytes:,.0f}")
+        else:
+            gpu = shapes.find_gpu(name)
+            figures = (gpu.memory_gb, gpu.bandwidth_tb_per_s, gpu.fp16_tflops, gpu.fp8_tflops, gpu.link_gb_per_s)
+            table.add_row(name, *(f"{value:g}" if value else "-" for value in figures), f"{gpu.usd_per_hour:.2f}")
+    console.print(table)
+    for source in (kind, "prices") if kind == "gpus" else (kind,):
+        console.print(f"[dim]{source}: {escape(catalogue['sources'][source])}[/dim]")
+
+
+#: What a limit is called.
+LIMITS = {
+    "compute": "prompts could not be computed as fast as they come",
+    "kv": "KV memory would be full",
+    "batch": "more answers would be under way than --max-batch",
+    "ttft": "first tokens would be late",
+    "tpot": "tokens would be too far apart",
+    "given": "the given output of a worker would not do",
+}
+
+
+def show_plan(answer: plan.Plan) -> None:
+    """A plan for people: what was asked, one worker, the fleet, the other kinds, the levers."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for about, text in _plan_lines(answer, answer.to_dict()):
+        table.add_row(about, text)
+    stdout().print(table)
+    if len(answer.fleets) + len(answer.refused) > 1:
+        _show_candidates(answer)
+    _show_levers(answer)
+
+
+def _plan_lines(answer: plan.Plan, said: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    traffic, memory, times = said["traffic"], said["memory"], said["times"]
+    peak = traffic["peak_requests_per_s"]
+    burst = f", at most {peak:.4g}" if peak > 1.001 * traffic["requests_per_s"] else ""
+    yield (
+        "traffic",
+        f"{traffic['requests_per_s']:.4g} requests/s{burst}; {traffic['prompt_tokens_per_s']:,.0f} prompt tokens/s "
+        f"({traffic['prompt_tokens']:,.0f} each, {traffic['cached_prompt_tokens']:,.0f} of them in KV), "
+        f"{traffic['output_tokens_per_s']:,.0f} output tokens/s ({traffic['output_tokens']:,.0f} each)",
+    )
+    yield "targets", f"p99 of TTFT {answer.targets.ttft_s:g} s, of TPOT {answer.targets.tpot_s * 1000:g} ms"
+    yield "worker", escape(f"{said['model']} on {said['tensor_parallel']} × {said['gpu']}")
+    yield (
+        "memory",
+        f"{memory['gpus_bytes'] / 1e9:,.0f} GB: weights {memory['weights_bytes'] / 1e9:,.1f} GB, KV "
+        f"{memory['kv_bytes'] / 1e9:,.1f} GB, which is {memory['kv_tokens']:,} tokens of "
+        f"{memory['kv_bytes_per_token'] / 1024:,.4g} KiB or {memory['concurrency']:,} requests at full length",
+    )
+    yield (
+        "times",
+        f"a token alone {times['token_at_batch_1_s'] * 1000:.1f} ms (reading the weights at full rate "
+        f"{times['weights_read_s'] * 1000:.1f} ms), a prompt of 2,048 {times['prompt_of_2048_s'] * 1000:.0f} ms; "
+        f"{escape(times['source'])}",
+    )
+    how = "given" if answer.worker_tokens_per_s is not None else "within the targets"
+    yield (
+        "fleet",
+        f"[green]{said['workers']} workers[/green], {said['gpus']} GPUs: {traffic['output_tokens_per_s']:,.0f} "
+        f"tokens/s at {said['worker_output_tokens_per_s']:,.0f} a worker ({how}) are {said['workers_exact']:.2f}",
+    )
+    fewer = "; ".join(LIMITS[limit] for limit in said["binds"])
+    yield "binds", f"with one worker fewer {fewer}" if fewer else "nothing: one worker is enough"
+    yield (
+        "cost",
+        f"${said['usd_per_hour']:,.2f} an hour, ${said['usd_per_1k_output_tokens']:.5f} per 1,000 output tokens, "
+        f"${said['usd_per_1k_tokens']:.5f} per 1,000 tokens",
+    )
+    load = answer.best.load
+    yield (
+        "predicted",
+        f"{load.workers} workers: TTFT p50 {load.ttft_p50_s:.3f} s, p99 {load.ttft_p99_s:.3f} s; TPOT mean "
+        f"{load.tpot_mean_s * 1000:.1f} ms, p99 {load.tpot_p99_s * 1000:.1f} ms; {load.batch:.0f} answers under way at "
+        f"each, {load.kv_share:.0%} of KV at the busiest",
+    )
+    if answer.simulated is not None:
+        shown = answer.simulated[1]
+        yield (
+            "simulated",
+            f"{shown.workers} workers: TTFT p50 {shown.ttft_p50_s:.3f} s, p99 {shown.ttft_p99_s:.3f} s; TPOT mean "
+            f"{shown.tpot_mean_s * 1000:.1f} ms, p99 {shown.tpot_p99_s * 1000:.1f} ms",
+        )
+    if answer.split is not None:
+        split = said["split"]
+        yield (
+            "apart",
+            f"{split['prefill_workers']} prefill and {split['decode_workers']} decode workers, "
+            f"${split['usd_per_hour']:,.2f} an hour, {split['kv_bytes_per_s'] / 1e9:.2f} GB/s of KV between them",
+        )
+
+
+def _titled(title: str) -> Table:
+    return Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+
+
+def _show_candidates(answer: plan.Plan) -> None:
+    table = Table(
+        box=None, pad_edge=False, title="kinds of workers, by arithmetic", title_justify="left", title_style="bold"
+    )
+    for at, heading in enumerate(("worker", "workers", "$/hour", "$/1k output", "carries", "binds", "times")):
+        table.add_column(heading, justify="right" if 1 <= at <= 4 else "left", no_wrap=at <= 4)
+    for fleet in answer.fleets:
+        table.add_row(
+            escape(f"{fleet.worker.tensor_parallel} × {fleet.worker.gpu.name}"),
+            str(fleet.workers),
+            f"{fleet.usd_per_hour:,.2f}",
+            f"{fleet.usd_per_1k(fleet.output_tokens_per_s):.5f}",
+            f"{fleet.capacity:.2f}×",
+            ", ".join(fleet.binds) or "-",
+            escape(fleet.worker.table["source"]),
+        )
+    for worker, reason in answer.refused:
+        table.add_row(escape(f"{worker.tensor_parallel} × {worker.gpu.name}"), "-", "-", "-", "-", escape(reason), "")
+    stdout().print(table)
+
+
+def _show_levers(answer: plan.Plan) -> None:
+    table = _titled("levers, each alone")
+    for at, heading in enumerate(("lever", "workers", "$/hour", "cost", "gives up")):
+        table.add_column(heading, justify="right" if 1 <= at <= 3 else "left", no_wrap=at <= 3)
+    for lever in answer.levers:
+        if lever.workers is None:
+            table.add_row(escape(lever.name), "-", "-", "-", "no number of workers would do")
+            continue
+        table.add_row(
+            escape(lever.name),
+            str(lever.workers),
+            f"{lever.usd_per_hour:,.2f}",
+            f"{lever.cost_ratio - 1:+.0%}",
+            escape(lever.gives_up),
+        )
+    stdout().print(table)
+    stdout().print("[dim]cost: of the traffic, parts of a worker counted; accuracy is not planned but measured[/dim]")
