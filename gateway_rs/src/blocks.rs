@@ -47,14 +47,13 @@ pub fn block_hashes_after(parent: u64, ids: &[u32], block_tokens: usize, seed: S
         return Vec::new();
     }
     let mut parent = parent;
-    let mut bytes = Vec::with_capacity(16 + 4 * block_tokens);
+    let mut bytes = vec![0; 16 + 4 * block_tokens];
+    bytes[..8].copy_from_slice(&seed.0.to_le_bytes());
     ids.chunks_exact(block_tokens)
         .map(|block| {
-            bytes.clear();
-            bytes.extend_from_slice(&seed.0.to_le_bytes());
-            bytes.extend_from_slice(&parent.to_le_bytes());
-            for id in block {
-                bytes.extend_from_slice(&id.to_le_bytes());
+            bytes[8..16].copy_from_slice(&parent.to_le_bytes());
+            for (place, id) in bytes[16..].chunks_exact_mut(4).zip(block) {
+                place.copy_from_slice(&id.to_le_bytes());
             }
             // 0 is taken: it names no block.
             parent = xxh3_64(&bytes).max(1);

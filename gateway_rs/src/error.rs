@@ -1,7 +1,7 @@
 //! What can go wrong with a client's request: a closed list of codes, and the one place that turns a code into a gRPC
 //! status, an HTTP status and an OpenAI error body.
 //!
-//! The list is `headrace.v1.ErrorCode`; `services/headrace/errors.py` is its twin in Python. Pure: writing the answer to
+//! The list is `headrace.v1.ErrorCode`; `services/headrace/status.py` is its twin in Python. Pure: writing the answer to
 //! a socket is `plane`'s.
 
 use std::fmt;

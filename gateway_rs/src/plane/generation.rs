@@ -491,7 +491,7 @@ impl Part {
             request_id: self.shared.request_id.clone(),
             epoch: self.epoch,
             model: self.shared.model.name.clone(),
-            prompt_ids: self.prompt_ids.iter().chain(committed).copied().collect(),
+            prompt_ids: [&self.prompt_ids, committed].concat(),
             sampling: Some(proto::Sampling {
                 temperature: sampling.temperature,
                 top_k: sampling.top_k,

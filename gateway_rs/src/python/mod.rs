@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 /// The extension module `headrace._gateway`.
 #[pymodule]
 fn _gateway(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    crate::memory::set_up();
     blocks::register(module)?;
     router::register(module)?;
     scheduler::register(module)?;

@@ -112,7 +112,11 @@ impl Tokenizer {
             path: path.display().to_string(),
             source,
         })?;
-        Self::from_bytes(&json)
+        let tokenizer = Self::load(&json);
+        drop(json);
+        // Loading takes several times what is kept.
+        crate::memory::give_back();
+        tokenizer
     }
 
     /// Loads the bytes of a `tokenizer.json`.
@@ -121,6 +125,12 @@ impl Tokenizer {
     /// [`TokenizerError::Invalid`] for what Hugging Face `tokenizers` refuses, [`TokenizerError::Vocabulary`] for ids
     /// beyond [`pieces::MAX_TOKEN_ID`] and for models that fail on unknown characters.
     pub fn from_bytes(json: &[u8]) -> Result<Self, TokenizerError> {
+        let tokenizer = Self::load(json);
+        crate::memory::give_back();
+        tokenizer
+    }
+
+    fn load(json: &[u8]) -> Result<Self, TokenizerError> {
         let document: serde_json::Value =
             serde_json::from_slice(json).map_err(|error| TokenizerError::Invalid(error.to_string()))?;
         let reference = Arc::new(Reference::from_bytes(json)?);

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace import _gateway, serving, tls, tracing
+from headrace import _gateway, process, serving, tls, tracing
 from headrace.cache import responses
 from headrace.config import CacheConfig, Config
 from headrace.serving import Outbox, StreamError, exchange
@@ -377,7 +377,7 @@ def add_to_server(servicer: CacheService, server: grpc.aio.Server) -> None:
 
 async def run(config: Config) -> None:
     """Be the cache, until told to stop."""
-    serving.configure_logging(config.telemetry)
+    process.configure_logging(config.telemetry)
     tracing.setup("cache", config.telemetry)
     own = config.cache
     certificates = tls.load(config.tls)

@@ -1,7 +1,7 @@
 """The router's process: prepare the models, start the data plane, wait for a signal, drain.
 
 The request's way itself is ``gateway_rs/src/plane/generation.rs``. What this module leaves to others: signals and the
-ready line (``serving.py``), the models' files (``models.py``).
+ready line (``process.py``), the models' files (``models.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace import models
 from headrace._gateway import Router
 from headrace.config import Config
 from headrace.errors import ConfigError
-from headrace.serving import StopSignals, configure_logging, print_ready
+from headrace.process import StopSignals, configure_logging, print_ready
 
 
 async def run(config: Config) -> None:

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace import _gateway, metrics, serving, tls, tracing
+from headrace import _gateway, metrics, process, serving, tls, tracing
 from headrace.config import Config, SchedulerConfig, tenant_weights
 from headrace.serving import Outbox, StreamError, exchange
 from headrace.v1 import scheduler_pb2, types_pb2
@@ -365,7 +365,7 @@ def add_to_server(servicer: SchedulerService, server: grpc.aio.Server) -> None:
 
 async def run(config: Config) -> None:
     """Be the scheduler, until told to stop."""
-    serving.configure_logging(config.telemetry)
+    process.configure_logging(config.telemetry)
     tracing.setup("scheduler", config.telemetry)
     own = config.scheduler
     certificates = tls.load(config.tls)

@@ -29,7 +29,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace import metrics, models, serving, tls, tracing
+from headrace import metrics, models, process, tls, tracing
 from headrace._gateway import CostTable
 from headrace.config import Config, ModelConfig, WorkerConfig
 from headrace.errors import ConfigError, EngineError, error
@@ -697,7 +697,7 @@ async def run(config: Config) -> None:
     """Runs a worker until it is told to stop and has drained. Raises ConfigError, ModelError or EngineError."""
     began_s = time.monotonic()
     worker, model = config.worker, config.model(config.worker.model)
-    serving.configure_logging(config.telemetry)
+    process.configure_logging(config.telemetry)
     tracing.setup("worker", config.telemetry)
     # The engine's thread gives the interpreter away for a whole step and wants it back at once: 5 ms is half a step.
     sys.setswitchinterval(0.0005)

@@ -22,9 +22,9 @@ import grpc
 from smg_grpc_proto import trtllm_service_pb2, trtllm_service_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from headrace.errors import STATUS
 from headrace.models import ModelFolder
 from headrace.serving import StreamError
+from headrace.status import STATUS
 from headrace.tokenizer import StreamDecoder, Tokenizer
 from headrace.v1 import types_pb2, worker_pb2
 from headrace.worker.engine import Delta, TokenLogprobs

@@ -233,7 +233,7 @@ impl WorkerLink {
             None => {
                 state.mailboxes.insert(request, mailbox);
                 drop(state);
-                // Three to five bytes an id, and some 200 for the rest.
+                // Four bytes an id, and some 200 for the rest.
                 let bytes = submit.prompt_ids.len() * 4 + 256;
                 self.outbox.add(bytes, |message| message.submits.push(submit));
             }
