@@ -145,10 +145,10 @@ class Mesh:
         """The configuration file of all services, if somebody writes it."""
         return self.folder / "headrace.toml"
 
-    def core(self, *, cache: bool = True, **router: Any) -> None:
-        """Scheduler, cache and router."""
+    def core(self, *, cache: bool = True, scheduler: dict[str, Any] | None = None, **router: Any) -> None:
+        """Scheduler, cache and router; the settings are the router's, and ``scheduler`` those of the scheduler."""
         inner = {"address": "127.0.0.1:0", "metrics_address": "127.0.0.1:0"}
-        self.service("scheduler", **inner)
+        self.service("scheduler", **inner, **(scheduler or {}))
         if cache:
             self.service("cache", **inner)
         doors = {"http_address": "127.0.0.1:0", "grpc_address": "127.0.0.1:0"}

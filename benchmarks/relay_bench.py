@@ -13,7 +13,10 @@ The ways, in turns within a round:
 - `http`, `grpc`: through our router, by either door;
 - `contract`: the client straight at the mock by the worker's contract, `floor`: by HTTP, the mock writing to every
   client itself. The floor's CPU is the mock's: what one write for each token and client costs on this kernel;
-- `haproxy`, `smg`: a peer in front of the mock's HTTP door, where it is installed (smg in `$HEADRACE_PEERS/smg`).
+- `haproxy`, `smg`: a peer in front of the mock's HTTP door, where it is installed (smg in `$HEADRACE_PEERS/smg`);
+  `smg-grpc`: smg before the mock's vLLM door, where it templates, tokenises and detokenises as our router does.
+
+With `--workers 4000` so many workers have joined (all of them are the mock), and `/health` is asked meanwhile.
 
 CPU is user and system time of the process that the way is about, its idle use subtracted: the figure to believe on a
 shared machine, and best as a ratio to another way's in the same run. Latencies are of the machine of that minute.
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import resource
@@ -31,7 +35,9 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +53,9 @@ MARK = " hello"
 #: Longer prompts than the embedded model was made for: nobody computes them here.
 CONTEXT_TOKENS = 131_072
 CASE_TIMEOUT_S = 40.0
+#: Of each worker, when there are many.
+HEARTBEAT_S = 4.0
+HEALTH_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,7 @@ WAYS = {
     "grpc": Way("grpc", "router"),
     "haproxy": Way("http", "haproxy"),
     "smg": Way("http", "smg"),
+    "smg-grpc": Way("http", "smg-grpc"),
 }
 PEERS = Path(os.environ.get("HEADRACE_PEERS", Path.home() / ".cache/headrace-peers"))
 HAPROXY = """
@@ -179,6 +189,11 @@ def model_folder(folder: Path) -> tuple[Path, int, str]:
     description = json.loads((made / "model.json").read_text())
     description.pop("weights", None)
     (made / "model.json").write_text(json.dumps(description | {"context_tokens": CONTEXT_TOKENS}))
+    # Where smg looks for the same.
+    template = (made / "chat_template.jinja").read_text()
+    tokens = {name: description.get(name, "") for name in ("bos_token", "eos_token")}
+    (made / "tokenizer_config.json").write_text(json.dumps(tokens | {"chat_template": template}))
+    (made / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
     ids = Tokenizer.from_file(made / "tokenizer.json").encode(MARK)
     if len(ids) != 1:
         raise BenchError(f"{MARK!r} is {len(ids)} ids in this vocabulary; one is needed")
@@ -188,19 +203,21 @@ def model_folder(folder: Path) -> tuple[Path, int, str]:
 class Bench:
     """A mesh with a mock worker, and one client at a time."""
 
-    def __init__(self, mesh: Mesh, ways: Sequence[str], threads: int) -> None:
+    def __init__(self, mesh: Mesh, ways: Sequence[str], threads: int, workers: int) -> None:
         self.mesh = mesh
         self.threads = threads
+        self.workers = workers
         folder, token_id, tokenizer_sha256 = model_folder(mesh.folder)
         mesh.config.write_text(f"[[models]]\nname = {json.dumps(MODEL)}\nsource = {json.dumps(str(folder))}\n")
-        mesh.core(threads=threads)
+        # Few reports of many: what they cost the scheduler is scheduler_bench's matter.
+        mesh.core(threads=threads, scheduler={"heartbeat_s": HEARTBEAT_S} if workers > 1 else {})
         self.mock = mesh.start(
             "mock",
             [
                 str(EXAMPLES / "mock_worker"),
                 *("--scheduler", mesh.scheduler, "--model", MODEL, "--token-id", str(token_id)),
                 *("--tokenizer-sha256", tokenizer_sha256, "--context-tokens", str(CONTEXT_TOKENS)),
-                *("--mark", MARK),
+                *("--mark", MARK, "--model-folder", str(folder), "--workers", str(workers)),
             ],
             talks=True,
         )
@@ -211,7 +228,7 @@ class Bench:
             "floor": str(mesh.ready["mock"]["http"]),
         }
         for name in ways:
-            if name in ("haproxy", "smg"):
+            if name in ("haproxy", "smg", "smg-grpc"):
                 self.addresses[name] = self.start_peer(name)
         self.ways = ways
         self.seed = 1
@@ -231,9 +248,14 @@ class Bench:
                 str(file),
             ]
         else:
+            backend = f"http://{mock}"
+            more: tuple[str, ...] = ()
+            if name == "smg-grpc":
+                backend = f"grpc://{self.mesh.ready['mock']['vllm']}"
+                more = ("--model-path", str(self.mesh.folder / "model"))
             command = [
                 *(str(PEERS / "smg/bin/smg"), "launch", "--host", "127.0.0.1", "--port", str(port)),
-                *("--worker-urls", f"http://{mock}", "--policy", "round_robin", "--log-level", "warn"),
+                *("--worker-urls", backend, "--policy", "round_robin", "--log-level", "warn", *more),
                 *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(other_port)),
                 *("--max-concurrent-requests", "8192"),
             ]
@@ -247,15 +269,29 @@ class Bench:
         """Until every way answers; then what the processes use when nothing is asked of them."""
         case = Case("", 4, 64, 8, 0)
         until_s = time.monotonic() + 40
+        while self.joined() < self.workers:
+            if time.monotonic() > until_s:
+                raise BenchError(f"{self.joined()} of {self.workers} workers have joined")
+            time.sleep(0.2)
         for way in self.ways:
             while self.client(way, case, patient=True)[0]["failed"]:
                 if time.monotonic() > until_s:
                     raise BenchError(f"{way} does not answer:\n{self.mesh.processes[WAYS[way].process].tail()}")
                 time.sleep(0.2)
-        began_s = time.monotonic()
-        with self.mesh.spent() as spent:
-            time.sleep(2.0)
-        self.idle = {name: cpu_s / (time.monotonic() - began_s) for name, cpu_s in spent.items()}
+        # The least of three looks: some have still to do with their start.
+        for _ in range(3):
+            began_s = time.monotonic()
+            with self.mesh.spent() as spent:
+                time.sleep(2.0)
+            shares = {name: cpu_s / (time.monotonic() - began_s) for name, cpu_s in spent.items()}
+            self.idle = {name: min(share, self.idle.get(name, share)) for name, share in shares.items()}
+
+    def joined(self) -> int:
+        """Workers that take requests, as the scheduler counts them."""
+        with urllib.request.urlopen(f"http://{self.mesh.ready['scheduler']['metrics']}/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        ready = [line for line in lines if line.startswith("headrace_scheduler_workers{") and 'state="ready"' in line]
+        return int(sum(float(line.rsplit(" ", 1)[1]) for line in ready))
 
     def client(self, way: str, case: Case, *, patient: bool = False) -> tuple[dict[str, Any], Path]:
         """One run of the load client: its report and its stamps. A patient one takes no connection for a failure."""
@@ -286,7 +322,7 @@ class Bench:
         overflows = listen_overflows()
         with idle_connections(self.addresses["http" if way == "grpc" else way], case.idle):
             began_s = time.monotonic()
-            with self.mesh.spent() as spent:
+            with self.mesh.spent() as spent, probed(self.mesh.http if self.workers > 1 else "") as health_us:
                 report, stamps = self.client(way, case)
             took_s = time.monotonic() - began_s
             rss_mb = {name: process.rss_mb() for name, process in self.mesh.processes.items()}
@@ -309,6 +345,7 @@ class Bench:
             "relay_cpu_us": cpu_us[WAYS[way].process],
             "rss_mb": rss_mb,
             "listen_overflows": listen_overflows() - overflows,
+            "health_us": {"p50": percentile(health_us, 0.5), "p99": percentile(health_us, 0.99)},
             **latencies(read_stamps(stamps), read_stamps(sent)),
         }
 
@@ -335,6 +372,32 @@ def idle_connections(address: str, count: int) -> Iterator[None]:
     finally:
         for connection in connections:
             connection.close()
+
+
+@contextlib.contextmanager
+def probed(address: str) -> Iterator[list[float]]:
+    """How long ``/health`` takes, in microseconds, asked again and again meanwhile; nothing without an address."""
+    took_us: list[float] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        connection = http.client.HTTPConnection(address, timeout=10)
+        while not over.wait(HEALTH_EVERY_S):
+            began_s = time.perf_counter()
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+            took_us.append((time.perf_counter() - began_s) * 1e6)
+        connection.close()
+
+    prober = threading.Thread(target=ask)
+    if address:
+        prober.start()
+    try:
+        yield took_us
+    finally:
+        over.set()
+        if address:
+            prober.join()
 
 
 def listen_overflows() -> int:
@@ -413,7 +476,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ways = chosen("ways", arguments.ways, WAYS)
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with Mesh() as mesh:
-        bench = Bench(mesh, ways, arguments.threads)
+        bench = Bench(mesh, ways, arguments.threads, arguments.workers)
         bench.warm_up()
         start_mb = {name: process.rss_mb() for name, process in mesh.processes.items()}
         for _ in range(arguments.rounds):
@@ -454,7 +517,8 @@ def show(name: str, row: dict[str, Any]) -> None:
         f"  CPU us/{row['unit']} {row['relay_cpu_us']:8.2f}"
         f" (scheduler {cpu['scheduler']:6.1f}, cache {cpu['cache']:6.1f}, mock {cpu['mock']:6.2f})"
         f"  TTFT us {first}  token path us {path}"
-        f"  {row['rss_mb'][WAYS[row['way']].process]:4.0f} MB"
+        + (f"  /health us {in_words(row['health_us'])}" if row["health_us"]["p50"] is not None else "")
+        + f"  {row['rss_mb'][WAYS[row['way']].process]:4.0f} MB"
         + (f"  LISTEN OVERFLOWS {row['listen_overflows']}" if row["listen_overflows"] else "")
         + (f"  FAILED {row['failed']}: {row['failures']}" if row["failed"] else ""),
         flush=True,
@@ -467,6 +531,7 @@ def main() -> None:
     parser.add_argument("--ways", default="contract,floor,http,grpc", help="of: " + ", ".join(WAYS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of the router's data plane, and of haproxy")
+    parser.add_argument("--workers", type=int, default=1, help="workers that have joined")
     parser.add_argument("--no-build", dest="build", action="store_false", help="take the Rust programs as they are")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -10,7 +10,8 @@
 //!
 //!     mock_worker --scheduler 127.0.0.1:8082 --model smollm2-135m --token-id 28120 --interval-ms 20
 //!
-//! With `--mark TEXT` it also answers over plain HTTP (see `sse`).
+//! With `--mark TEXT` it also answers over plain HTTP (see `sse`), and with `--model-folder PATH` by vLLM's gRPC contract
+//! (see `vllm`). With `--workers N` it is so many workers, each with a port of its own, that join over a few connections.
 //!
 //! Commands come by stdin, one a line: `set KEY=VALUE ...`, `reset`, `dump FILE`; each is answered by a line. The end of
 //! stdin ends the process.
@@ -18,6 +19,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod sse;
+mod steps;
+mod vllm;
 
 use std::{
     collections::HashMap,
@@ -39,14 +42,17 @@ use headrace_gateway::proto::{
 };
 use parking_lot::Mutex;
 use tokio::{
-    net::TcpListener,
+    net::{TcpListener, TcpStream},
     sync::{mpsc, oneshot},
 };
 use tokio_stream::{
     wrappers::{ReceiverStream, TcpListenerStream},
     StreamExt as _,
 };
-use tonic::{transport::Server, Request, Response, Status, Streaming};
+use tonic::{
+    transport::{Channel, Endpoint, Server},
+    Request, Response, Status, Streaming,
+};
 
 use common::{now_ns, say, Arguments, Failure};
 
@@ -55,6 +61,8 @@ const MAX_STAMPS: usize = 8_000_000;
 const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
 /// Frames that wait for the connection: enough to keep it busy, few enough that a stamp is the time of sending.
 const FRAMES_AHEAD: usize = 2;
+/// A scheduler's connection has so many streams and more.
+const WORKERS_PER_CONNECTION: usize = 1000;
 
 /// How fast ids come.
 #[derive(Clone, Copy)]
@@ -365,25 +373,38 @@ impl WorkerService for Door {
     }
 }
 
-/// Membership, for as long as the process lives.
-async fn join(mock: Arc<Mock>, scheduler: String, address: String) {
+/// Membership of all its workers, for as long as the process lives.
+fn join_all(mock: &Arc<Mock>, scheduler: &str, addresses: &[String]) -> Result<(), Failure> {
+    for (chunk, first) in addresses
+        .chunks(WORKERS_PER_CONNECTION)
+        .zip((0..).step_by(WORKERS_PER_CONNECTION))
+    {
+        let channel = Endpoint::from_shared(format!("http://{scheduler}"))?.connect_lazy();
+        for (address, number) in chunk.iter().zip(first..) {
+            tokio::spawn(join(mock.clone(), channel.clone(), address.clone(), number));
+        }
+    }
+    Ok(())
+}
+
+async fn join(mock: Arc<Mock>, scheduler: Channel, address: String, number: usize) {
     loop {
         // The scheduler may not be up yet, or stop before us; either is seen by what it then does not get.
-        let _ = join_once(&mock, &scheduler, &address).await;
+        let _ = join_once(&mock, scheduler.clone(), &address, number).await;
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
 }
 
-async fn join_once(mock: &Arc<Mock>, scheduler: &str, address: &str) -> Result<(), Failure> {
-    let mut client = SchedulerServiceClient::connect(format!("http://{scheduler}")).await?;
+async fn join_once(mock: &Arc<Mock>, scheduler: Channel, address: &str, number: usize) -> Result<(), Failure> {
+    let mut client = SchedulerServiceClient::new(scheduler);
     let (reports, outgoing) = mpsc::channel(4);
     let report = |hello| {
         let load = Some(mock.load.lock().clone());
         JoinRequest { hello, load }
     };
     let hello = JoinHello {
-        worker_id: mock.worker_id.clone(),
-        instance_id: mock.instance_id.clone(),
+        worker_id: format!("{}-{number}", mock.worker_id),
+        instance_id: format!("{}-{number}", mock.instance_id),
         pool: mock.description.model.clone(),
         address: address.to_owned(),
         description: Some(mock.description.clone()),
@@ -455,6 +476,29 @@ fn description(arguments: &mut Arguments) -> Result<ModelDescription, Failure> {
     })
 }
 
+/// The worker's contract at one port.
+async fn serve(mock: Arc<Mock>, listener: TcpListener) -> Result<(), tonic::transport::Error> {
+    let service = WorkerServiceServer::new(Door(mock))
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES);
+    Server::builder()
+        .initial_stream_window_size(4 * 1024 * 1024)
+        .initial_connection_window_size(8 * 1024 * 1024)
+        .add_service(service)
+        .serve_with_incoming(incoming(listener))
+        .await
+}
+
+/// Accepted connections: a frame must not wait for the next one's sake.
+fn incoming(listener: TcpListener) -> impl Stream<Item = std::io::Result<TcpStream>> {
+    TcpListenerStream::new(listener).map(|accepted| {
+        accepted.and_then(|socket| {
+            socket.set_nodelay(true)?;
+            Ok(socket)
+        })
+    })
+}
+
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Failure> {
     let mut arguments = Arguments::read()?;
@@ -462,6 +506,8 @@ async fn main() -> Result<(), Failure> {
     let worker_id = arguments.take("worker-id", "mock".to_owned())?;
     let token_id = arguments.take("token-id", 100)?;
     let mark = arguments.take("mark", String::new())?;
+    let model_folder = arguments.take("model-folder", String::new())?;
+    let workers = arguments.take("workers", 1_usize)?;
     let description = description(&mut arguments)?;
     let mut pace = Pace {
         interval: Duration::ZERO,
@@ -488,35 +534,30 @@ async fn main() -> Result<(), Failure> {
         log: Mutex::default(),
         load: Mutex::new(load),
     });
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let address = listener.local_addr()?.to_string();
+    let mut addresses = Vec::new();
+    for _ in 0..workers.max(1) {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        addresses.push(listener.local_addr()?.to_string());
+        tokio::spawn(serve(mock.clone(), listener));
+    }
+    let address = &addresses[0];
     let http = TcpListener::bind("127.0.0.1:0").await?;
     let http_address = http.local_addr()?;
     if !mark.is_empty() {
         tokio::spawn(sse::serve(mock.clone(), http, mark));
     }
-    if !scheduler.is_empty() {
-        tokio::spawn(join(mock.clone(), scheduler, address.clone()));
+    let vllm = TcpListener::bind("127.0.0.1:0").await?;
+    let vllm_address = vllm.local_addr()?;
+    if !model_folder.is_empty() {
+        tokio::spawn(vllm::serve(mock.clone(), vllm, model_folder));
     }
-    let service = WorkerServiceServer::new(Door(mock.clone()))
-        .max_decoding_message_size(MAX_MESSAGE_BYTES)
-        .max_encoding_message_size(MAX_MESSAGE_BYTES);
-    // A frame must not wait for the next one's sake.
-    let incoming = TcpListenerStream::new(listener).map(|accepted| {
-        accepted.and_then(|socket| {
-            socket.set_nodelay(true)?;
-            Ok(socket)
-        })
-    });
-    let server = Server::builder()
-        .initial_stream_window_size(4 * 1024 * 1024)
-        .initial_connection_window_size(8 * 1024 * 1024)
-        .add_service(service);
-    tokio::spawn(server.serve_with_incoming(incoming));
+    if !scheduler.is_empty() {
+        join_all(&mock, &scheduler, &addresses)?;
+    }
     let (over, ended) = oneshot::channel();
     std::thread::spawn(move || over.send(obey(&mock)));
     say(&format!(
-        r#"{{"ready":"mock_worker","address":"{address}","http":"{http_address}"}}"#
+        r#"{{"ready":"mock_worker","address":"{address}","http":"{http_address}","vllm":"{vllm_address}"}}"#
     ))?;
     ended.await?
 }

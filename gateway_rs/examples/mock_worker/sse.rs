@@ -3,14 +3,14 @@
 //! It is the floor of what any relay adds to (one write for each id and client, no other process), and the backend of
 //! gateways that forward HTTP. Everything it says is made beforehand.
 
-use std::{io, sync::Arc, time::Instant};
+use std::{io, sync::Arc};
 
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::mpsc,
 };
 
-use super::{now_ns, Mock, Pace};
+use super::{now_ns, steps, Mock, Pace};
 
 const MAX_REQUEST_BYTES: usize = 16 * 1024 * 1024;
 const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n\
@@ -19,6 +19,7 @@ const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=
 /// One request under way.
 struct Playing {
     socket: Arc<TcpStream>,
+    pieces: Arc<Pieces>,
     seed: u64,
     sent: u32,
     max_tokens: u32,
@@ -72,7 +73,7 @@ fn about(model: &str) -> Vec<u8> {
 pub async fn serve(mock: Arc<Mock>, listener: TcpListener, mark: String) {
     let (submit, submitted) = mpsc::channel(4096);
     let pieces = Arc::new(Pieces::new(&mock.description.model, &mark));
-    tokio::spawn(play(mock.clone(), submitted, pieces.clone()));
+    tokio::spawn(steps::play(mock.clone(), submitted));
     while let Ok((socket, _)) = listener.accept().await {
         // A broken connection is its client's affair.
         tokio::spawn(read(mock.clone(), socket, submit.clone(), pieces.clone()));
@@ -113,6 +114,7 @@ async fn read(
             mock.log.lock().requests.entry(seed).or_default().received_ns = now_ns();
             let playing = Playing {
                 socket: socket.clone(),
+                pieces: pieces.clone(),
                 seed,
                 sent: 0,
                 max_tokens: number_after(&request, b"\"max_tokens\":").unwrap_or(16).max(1) as u32,
@@ -124,61 +126,22 @@ async fn read(
     }
 }
 
-/// Steps as an engine does, and writes to every client itself.
-async fn play(mock: Arc<Mock>, mut submitted: mpsc::Receiver<Playing>, pieces: Arc<Pieces>) {
-    let mut groups: Vec<Vec<Playing>> = Vec::new();
-    let (mut count, mut joined, mut phase) = (0_usize, 0_usize, 0_usize);
-    let mut due = Instant::now();
-    loop {
-        let pace = *mock.pace.lock();
-        let every = pace.interval / pace.phases;
-        groups.resize_with(groups.len().max(pace.phases as usize), Vec::new);
-        let idle = count == 0;
-        tokio::select! {
-            biased;
-            playing = submitted.recv() => {
-                let Some(mut playing) = playing else { return };
-                if step(&mock, &mut playing, &pieces, pace).await {
-                    groups[joined % pace.phases as usize].push(playing);
-                    joined += 1;
-                    count += 1;
-                }
-            }
-            () = tokio::time::sleep_until(due.into()), if count > 0 => {
-                let phases = if pace.interval.is_zero() { 0..groups.len() } else { phase..phase + 1 };
-                for group in &mut groups[phases] {
-                    for mut playing in std::mem::take(group) {
-                        match step(&mock, &mut playing, &pieces, pace).await {
-                            true => group.push(playing),
-                            false => count -= 1,
-                        }
-                    }
-                }
-                phase = (phase + 1) % pace.phases as usize;
-                due += every;
-            }
+impl steps::Playing for Playing {
+    async fn step(&mut self, mock: &Mock, pace: Pace) -> bool {
+        let tokens = pace.tokens_per_frame.min(self.max_tokens - self.sent);
+        let mut bytes = Vec::with_capacity(1024);
+        if self.sent == 0 {
+            bytes.extend_from_slice(&self.pieces.first);
         }
-        if idle {
-            due = Instant::now() + every;
+        (0..tokens).for_each(|_| bytes.extend_from_slice(&self.pieces.token));
+        self.sent += tokens;
+        let more = self.sent < self.max_tokens;
+        if !more {
+            bytes.extend_from_slice(&self.pieces.last);
         }
+        mock.log.lock().stamp(self.seed, tokens as usize, now_ns());
+        write(&self.socket, &bytes).await.is_ok() && more
     }
-}
-
-/// Writes a request's next ids; true when more are to come.
-async fn step(mock: &Mock, playing: &mut Playing, pieces: &Pieces, pace: Pace) -> bool {
-    let tokens = pace.tokens_per_frame.min(playing.max_tokens - playing.sent);
-    let mut bytes = Vec::with_capacity(1024);
-    if playing.sent == 0 {
-        bytes.extend_from_slice(&pieces.first);
-    }
-    (0..tokens).for_each(|_| bytes.extend_from_slice(&pieces.token));
-    playing.sent += tokens;
-    let more = playing.sent < playing.max_tokens;
-    if !more {
-        bytes.extend_from_slice(&pieces.last);
-    }
-    mock.log.lock().stamp(playing.seed, tokens as usize, now_ns());
-    write(&playing.socket, &bytes).await.is_ok() && more
 }
 
 async fn write(socket: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
