@@ -148,9 +148,9 @@ class Mesh:
     def core(self, *, cache: bool = True, scheduler: dict[str, Any] | None = None, **router: Any) -> None:
         """Scheduler, cache and router; the settings are the router's, and ``scheduler`` those of the scheduler."""
         inner = {"address": "127.0.0.1:0", "metrics_address": "127.0.0.1:0"}
-        self.service("scheduler", **inner, **(scheduler or {}))
         if cache:
             self.service("cache", **inner)
+        self.service("scheduler", cache=self.cache, **inner, **(scheduler or {}))
         doors = {"http_address": "127.0.0.1:0", "grpc_address": "127.0.0.1:0"}
         self.service("router", scheduler=self.scheduler, cache=self.cache, **doors, **router)
 

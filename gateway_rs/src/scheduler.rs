@@ -8,8 +8,11 @@ use std::{
     sync::Arc,
 };
 
+use headrace_core::blocks::Blocks;
 use headrace_core::cost::ModelError;
 use headrace_core::credits::{Outlook, Share};
+use headrace_core::index::Limits;
+use headrace_core::place::Why;
 use headrace_core::scheduler::{
     actions::{Action, Grant, Reason, Refusal},
     events::{
@@ -23,7 +26,7 @@ use headrace_core::scheduler::{
 use prost::Message;
 use serde::Serialize;
 
-use crate::proto;
+use crate::{block_news, proto};
 
 /// A core and its streams.
 pub struct Scheduler {
@@ -163,9 +166,19 @@ impl Histogram {
 
 impl Scheduler {
     /// A scheduler that knows nobody; see [`Core::new`]. `wait_buckets_s`: bounds for the histogram of waits, ascending.
-    pub fn new(policy: Policy, wait_buckets_s: Vec<f64>, seed: u64, now_s: f64, first_lease: u64) -> Self {
+    /// `limits`: for what is known of workers' blocks.
+    pub fn new(
+        policy: Policy,
+        wait_buckets_s: Vec<f64>,
+        seed: u64,
+        now_s: f64,
+        first_lease: u64,
+        limits: Limits,
+    ) -> Self {
+        let mut core = Core::new(policy, seed, now_s, first_lease);
+        *core.blocks_mut() = Blocks::new(limits, seed);
         Self {
-            core: Core::new(policy, seed, now_s, first_lease),
+            core,
             routers: BTreeSet::new(),
             workers: HashMap::new(),
             traced: BTreeSet::new(),
@@ -287,6 +300,24 @@ impl Scheduler {
         effects
     }
 
+    /// The first message of a stream that follows the cache's block news.
+    pub fn blocks_known(&self) -> Vec<u8> {
+        block_news::known(self.core.fleet().blocks()).encode_to_vec()
+    }
+
+    /// A message of that stream; what to send back when something was missing. Errors: why the stream must end.
+    pub fn blocks_message(&mut self, message: &[u8]) -> Result<Option<Vec<u8>>, String> {
+        let message = proto::WatchBlocksResponse::decode(message)
+            .map_err(|error| format!("not a WatchBlocksResponse: {error}"))?;
+        let lost = block_news::receive(message, |work| work(self.core.blocks_mut()));
+        Ok(lost.map(|lost| lost.encode_to_vec()))
+    }
+
+    /// The cache has been away for long.
+    pub fn blocks_away(&mut self) {
+        self.core.blocks_mut().lose_all();
+    }
+
     /// Time has passed.
     pub fn tick(&mut self, now_s: f64) -> Effects {
         self.one(now_s, Event::Tick)
@@ -371,6 +402,11 @@ impl Scheduler {
                 })
                 .collect(),
             measures: self.core.measures(),
+            blocks: BlockStats {
+                holdings: fleet.blocks().index().holdings(),
+                bytes: fleet.blocks().index().bytes(),
+                gaps: fleet.blocks().gaps(),
+            },
             counts: &self.counts,
         };
         serde_json::to_string(&stats).unwrap_or_default()
@@ -394,7 +430,16 @@ struct Stats<'a> {
     /// By kind of worker.
     steps: BTreeMap<&'a str, StepStats>,
     measures: Measures,
+    blocks: BlockStats,
     counts: &'a Counts,
+}
+
+/// What is known of workers' blocks.
+#[derive(Serialize)]
+struct BlockStats {
+    holdings: usize,
+    bytes: usize,
+    gaps: u64,
 }
 
 #[derive(Serialize)]
@@ -506,6 +551,7 @@ impl<'a> Step<'a> {
                     instance_id: worker.hello.instance_id.to_string(),
                     address: worker.hello.address.to_string(),
                     pool: worker.hello.pool.to_string(),
+                    block_tokens: worker.hello.description.block_tokens,
                 }),
                 gone: false,
             },
@@ -609,6 +655,7 @@ impl<'a> Step<'a> {
             address: grant.address.to_string(),
             token_allowance: grant.token_allowance,
             queue_s: grant.queue_s as f32,
+            reason: Some(grant.why.into()),
         };
         self.answer(link, ask, proto::placement::Answer::Grant(answer));
     }
@@ -809,6 +856,19 @@ fn step_report(step: &proto::StepReport) -> StepReport {
 
 // Values to messages.
 
+impl From<Why> for proto::PlacementReason {
+    fn from(why: Why) -> Self {
+        Self {
+            hit_tokens: why.hit_tokens,
+            prefill_ms: why.prefill_ms as f32,
+            pending_prefill_ms: why.pending_prefill_ms as f32,
+            decoding: why.decoding,
+            waiting: why.waiting,
+            score: why.score as f32,
+        }
+    }
+}
+
 fn code(reason: Reason) -> proto::ErrorCode {
     match reason {
         Reason::InvalidArgument => proto::ErrorCode::InvalidArgument,
@@ -865,7 +925,7 @@ mod tests {
     use super::*;
 
     fn scheduler() -> Scheduler {
-        Scheduler::new(Policy::default(), vec![0.1, 1.0], 1, 0.0, 1)
+        Scheduler::new(Policy::default(), vec![0.1, 1.0], 1, 0.0, 1, Limits::default())
     }
 
     fn hello() -> proto::PlaceRequest {

@@ -163,7 +163,14 @@ class Scheduler:
     """
 
     def __new__(
-        cls, policy_json: str, *, wait_buckets_s: Sequence[float], seed: int, now_s: float, first_lease: int
+        cls,
+        policy_json: str,
+        *,
+        wait_buckets_s: Sequence[float],
+        seed: int,
+        now_s: float,
+        first_lease: int,
+        max_index_bytes: int = 268_435_456,
     ) -> Scheduler:
         """One that knows nobody. ``policy_json`` sets what differs from the defaults. Raises ValueError."""
 
@@ -180,6 +187,17 @@ class Scheduler:
 
     def next_wakeup(self) -> float | None:
         """When to tick at the latest; None = not before something happens."""
+
+    def blocks_known(self) -> bytes:
+        """The first message of a stream that follows the cache's block news: a ``WatchBlocksRequest``."""
+
+    def blocks_message(self, message: bytes) -> bytes | None:
+        """A ``WatchBlocksResponse``; what to send back when something was missing.
+
+        Raises ValueError when its stream must end for it."""
+
+    def blocks_away(self) -> None:
+        """The cache has been away for long: what is known of blocks is forgotten."""
 
     def fleet_view(self) -> bytes:
         """What routers are told of the fleet: a ``PlaceResponse``."""

@@ -92,6 +92,7 @@ class RouterConfig:
     )
     max_choices: int = setting(16, "largest n", minimum=1, maximum=128)
     max_deadline_s: float = setting(3600.0, "longest deadline a client may ask for", minimum=0.001)
+    max_index_bytes: int = setting(64 * 2**20, "memory for who holds which KV blocks, by the cache's news", minimum=0)
     place_attempts: int = setting(
         3, "workers to try for a request of which nothing was shown yet", minimum=1, maximum=16
     )
@@ -124,6 +125,13 @@ class SchedulerConfig:
     metrics_address: str = setting(
         "127.0.0.1:9082", "Prometheus /metrics and /health; empty = none", address="listen", optional=True
     )
+    cache: str = setting(
+        "127.0.0.1:8083",
+        "the cache's address, for who holds which KV blocks; empty = none",
+        address="peer",
+        optional=True,
+    )
+    max_index_bytes: int = setting(256 * 2**20, "memory for who holds which KV blocks, by the cache's news", minimum=0)
     max_queued: int = setting(4096, "requests waiting at once; more are rejected with a retry hint", minimum=0)
     heartbeat_s: float = setting(
         # Three missed in a row take a worker out; a fleet of 1,000 workers makes 4,000 small messages a second.

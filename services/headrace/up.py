@@ -1,6 +1,6 @@
 """One box: all services as child processes of this one, watched until it is told to stop.
 
-In order: prepare the model, start scheduler and cache, start router and workers on the addresses that those got, wait
+In order: prepare the model, start cache and scheduler, start router and workers on the addresses that those got, wait
 until the router sees the workers. A child that dies after that is started again, with growing pauses and on the
 addresses it had at first, so that the others find it again. On SIGINT, SIGTERM or SIGHUP all are stopped, from the door
 inwards: router, workers, then scheduler and cache; each gets its drain grace, then SIGKILL. A second signal kills at
@@ -217,14 +217,17 @@ class Plan:
         """Somebody is configured to ask it."""
         return bool(self.config.router.cache or self.config.worker.cache)
 
-    def inner_specs(self) -> list[Spec]:
-        """Those whom the others need to know."""
-        scheduler, cache = self.config.scheduler, self.config.cache
+    def cache_specs(self) -> list[Spec]:
+        """The cache, if there is one: all others need to know it."""
         names = {"address": "address", "metrics": "metrics_address"}
-        specs = [self._service("scheduler", (), names, scheduler.drain_grace_s)]
-        if self.uses_cache:
-            specs.append(self._service("cache", (), names, cache.drain_grace_s))
-        return specs
+        return [self._service("cache", (), names, self.config.cache.drain_grace_s)] if self.uses_cache else []
+
+    def scheduler_specs(self, cache: str) -> list[Spec]:
+        """The scheduler, whom the outer ones need to know (cache: empty = there is none)."""
+        names = {"address": "address", "metrics": "metrics_address"}
+        followed = cache if self.config.scheduler.cache else ""
+        settings = [f"scheduler.cache={followed}"]
+        return [self._service("scheduler", settings, names, self.config.scheduler.drain_grace_s)]
 
     def outer_specs(self, scheduler: str, cache: str) -> list[Spec]:
         """Those who need to know the addresses of the inner ones (cache: empty = there is none)."""
@@ -556,7 +559,7 @@ class Supervisor:
         self._config_file.touch(mode=0o600)
         self._config_file.write_text(configuration.to_toml(config), encoding="utf-8")
         await self._phase("model", self._prepare_models())
-        await self._phase("services", self._start(plan.inner_specs()))
+        await self._phase("services", self._start_inner())
         scheduler = reachable(self._children["scheduler"].ready["address"])
         cache = reachable(self._children["cache"].ready["address"]) if plan.uses_cache else ""
         outer = plan.outer_specs(scheduler, cache)
@@ -595,6 +598,11 @@ class Supervisor:
 
     def _on_progress(self, text: str, fraction: float) -> None:
         self._reporter.progress("model", text, fraction)
+
+    async def _start_inner(self) -> None:
+        await self._start(self._plan.cache_specs())
+        cache = reachable(self._children["cache"].ready["address"]) if self._plan.uses_cache else ""
+        await self._start(self._plan.scheduler_specs(cache))
 
     async def _start_outer(self, specs: Sequence[Spec]) -> None:
         await self._start(specs)

@@ -50,7 +50,8 @@ async def killed(lab: Lab, name: str) -> None:
 
 async def back(lab: Lab, name: str) -> None:
     """Starts it again where it was (from this thread, with which it ends)."""
-    process = lab.mesh.launch(name, address=lab.mesh.ready[name]["address"])
+    peers = {"cache": lab.mesh.cache} if name == "scheduler" else {}
+    process = lab.mesh.launch(name, address=lab.mesh.ready[name]["address"], **peers)
     lab.mesh.ready[name] = await asyncio.to_thread(process.ready)
 
 

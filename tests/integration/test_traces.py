@@ -70,6 +70,9 @@ async def test_one_trace_through_all_services(lab: Lab, collector: Collector, mo
     for stage in STAGES:
         assert one(spans, stage).parent_id == root.span_id
     assert one(spans, "scheduler.place").parent_id == one(spans, "place").span_id
+    # Why that worker.
+    reasons = {"hit_tokens", "prefill_ms", "pending_prefill_ms", "decoding", "waiting", "score"}
+    assert {f"headrace.place.{reason}" for reason in reasons} <= set(one(spans, "place").attributes)
     assert one(spans, "scheduler.place").service == "headrace-scheduler"
     assert one(spans, "cache.lookup").parent_id == one(spans, "lookup").span_id
     assert one(spans, "cache.lookup").service == "headrace-cache"

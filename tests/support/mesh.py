@@ -180,10 +180,10 @@ class Mesh:
                 f"[[models]]\nname = {json.dumps(name)}\nsource = {json.dumps(source)}\n"
                 for name, source in sources.items()
             )
-            for name in ("scheduler", "cache"):
-                self.launch(name)
-            for name in ("scheduler", "cache"):
-                self.ready[name] = self.processes[name].ready()
+            self.launch("cache")
+            self.ready["cache"] = self.processes["cache"].ready()
+            self.launch("scheduler", cache=self.cache)
+            self.ready["scheduler"] = self.processes["scheduler"].ready()
             self.tap = SchedulerTap(self.scheduler, load_tls(TlsConfig(**self._settings["tls"])))
             self.launch("router", scheduler=self.tap.address, cache=self.cache)
             self.ready["router"] = self.processes["router"].ready()

@@ -248,10 +248,11 @@ async def test_up_in_order_and_down_in_order(control: Control) -> None:
         "engine done",
     ]
     begun = [words.split()[0] for words in control.story]
-    assert set(begun[:2]) == {"scheduler", "cache"}
+    assert begun[:2] == ["cache", "scheduler"]
     assert set(begun[2:]) == {"router", "worker-1", "worker-2"}
 
     router, worker = await control.life("router"), await control.life("worker-2")
+    assert (await control.life("scheduler")).settings["scheduler.cache"] == mesh.cache
     assert router.settings == {"router.scheduler": mesh.scheduler, "router.cache": mesh.cache}
     assert worker.settings == {
         "worker.worker_id": "worker-2",
@@ -497,6 +498,7 @@ async def test_a_mesh_without_cache(control: Control) -> None:
     assert mesh.cache == ""
     assert {life.name for life in control.lives} == {"scheduler", "router", "worker-1"}
     assert "worker.cache" not in (await control.life("worker-1")).settings
+    assert (await control.life("scheduler")).settings["scheduler.cache"] == ""
     boss.stop.set()
     await finished(running)
 

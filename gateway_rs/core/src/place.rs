@@ -37,6 +37,38 @@ impl Candidate {
     }
 }
 
+/// Why a worker was chosen: what was believed of it then, and its score.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Why {
+    /// Prompt tokens that it was believed to hold.
+    pub hit_tokens: u32,
+    /// Predicted work of the rest.
+    pub prefill_ms: f64,
+    /// Predicted work of prompts before it.
+    pub pending_prefill_ms: f64,
+    /// Requests that decoded.
+    pub decoding: u32,
+    /// Requests that waited.
+    pub waiting: u32,
+    /// By the rule; the lowest wins.
+    pub score: f64,
+}
+
+impl Why {
+    /// Of the chosen one.
+    #[must_use]
+    pub fn new(chosen: &Candidate, score: f64) -> Self {
+        Self {
+            hit_tokens: chosen.hit_tokens,
+            prefill_ms: chosen.prefill_ms,
+            pending_prefill_ms: chosen.pending_prefill_ms,
+            decoding: chosen.decoding,
+            waiting: chosen.waiting,
+            score,
+        }
+    }
+}
+
 /// What the rules ask of a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Request {

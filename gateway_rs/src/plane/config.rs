@@ -21,6 +21,7 @@ pub struct PlaneConfig {
     pub max_unread_tokens: usize,
     pub max_choices: u32,
     pub max_deadline_s: f64,
+    pub max_index_bytes: usize,
     pub place_attempts: u32,
     pub resume_attempts: u32,
     pub stall_timeout_s: f64,

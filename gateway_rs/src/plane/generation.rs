@@ -817,6 +817,17 @@ impl Attempt {
         let (grant, lease) = placed.inspect_err(|error| span.fail(error.openai_code().to_owned()))?;
         span.set("headrace.worker", grant.worker_id.clone());
         span.set("headrace.queue_s", f64::from(grant.queue_s));
+        if let Some(reason) = &grant.reason {
+            span.set("headrace.place.hit_tokens", i64::from(reason.hit_tokens));
+            span.set("headrace.place.prefill_ms", f64::from(reason.prefill_ms));
+            span.set(
+                "headrace.place.pending_prefill_ms",
+                f64::from(reason.pending_prefill_ms),
+            );
+            span.set("headrace.place.decoding", i64::from(reason.decoding));
+            span.set("headrace.place.waiting", i64::from(reason.waiting));
+            span.set("headrace.place.score", f64::from(reason.score));
+        }
         drop(span);
         let mut span = self.parent.child("run", SpanKind::Client);
         span.set("headrace.worker", grant.worker_id);

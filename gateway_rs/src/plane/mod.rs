@@ -32,6 +32,8 @@ use std::{
     time::Duration,
 };
 
+use headrace_core::blocks::Blocks;
+use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 
 use self::{
@@ -107,9 +109,14 @@ impl Plane {
         let accept = Box::new(move |description: &ModelDescription| same_tokenizer(&tokenizers, description));
         let router_id = config.router_id.clone();
         let metrics = Metrics::default();
+        let limits = headrace_core::index::Limits {
+            bytes: config.max_index_bytes,
+            ..Default::default()
+        };
+        let blocks = Arc::new(RwLock::new(Blocks::new(limits, rand::random())));
         Ok(Arc::new(Self {
-            scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone(), tls.clone()),
-            cache: (!config.cache.is_empty()).then(|| Cache::start(config.cache.clone(), tls.clone())),
+            scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone(), tls.clone(), blocks.clone()),
+            cache: (!config.cache.is_empty()).then(|| Cache::start(config.cache.clone(), tls.clone(), blocks)),
             workers: Arc::new(Workers::new(router_id, config.max_unread_tokens, accept, tls)),
             compute,
             series: model_names

@@ -1,7 +1,10 @@
 //! `headrace._gateway.Scheduler`: the scheduler's decisions for the service that does its I/O. The work is
 //! [`crate::scheduler`]'s; the interpreter lock is released while it runs.
 
-use headrace_core::scheduler::{events::Link, Policy};
+use headrace_core::{
+    index::Limits,
+    scheduler::{events::Link, Policy},
+};
 use parking_lot::Mutex;
 use pyo3::{
     exceptions::PyValueError,
@@ -24,11 +27,22 @@ struct Scheduler(Mutex<scheduler::Scheduler>);
 impl Scheduler {
     /// A scheduler that knows nobody. `policy_json` sets what differs from the defaults. Raises ValueError.
     #[new]
-    #[pyo3(signature = (policy_json, *, wait_buckets_s, seed, now_s, first_lease))]
-    fn new(policy_json: &str, wait_buckets_s: Vec<f64>, seed: u64, now_s: f64, first_lease: u64) -> PyResult<Self> {
+    #[pyo3(signature = (policy_json, *, wait_buckets_s, seed, now_s, first_lease, max_index_bytes = 268_435_456))]
+    fn new(
+        policy_json: &str,
+        wait_buckets_s: Vec<f64>,
+        seed: u64,
+        now_s: f64,
+        first_lease: u64,
+        max_index_bytes: usize,
+    ) -> PyResult<Self> {
         let policy: Policy =
             serde_json::from_str(policy_json).map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let inner = scheduler::Scheduler::new(policy, wait_buckets_s, seed, now_s, first_lease);
+        let limits = Limits {
+            bytes: max_index_bytes,
+            ..Limits::default()
+        };
+        let inner = scheduler::Scheduler::new(policy, wait_buckets_s, seed, now_s, first_lease, limits);
         Ok(Self(Mutex::new(inner)))
     }
 
@@ -74,6 +88,23 @@ impl Scheduler {
     /// When to tick at the latest; None = not before something happens.
     fn next_wakeup(&self) -> Option<f64> {
         self.0.lock().next_wakeup()
+    }
+
+    /// The first message of a stream that follows the cache's block news: a `WatchBlocksRequest`.
+    fn blocks_known<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &py.detach(|| self.0.lock().blocks_known()))
+    }
+
+    /// A `WatchBlocksResponse`; what to send back when something was missing. Raises ValueError when its stream must end for
+    /// it.
+    fn blocks_message<'py>(&self, py: Python<'py>, message: &[u8]) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let lost = py.detach(|| self.0.lock().blocks_message(message));
+        Ok(lost.map_err(PyValueError::new_err)?.map(|lost| PyBytes::new(py, &lost)))
+    }
+
+    /// The cache has been away for long: what is known of blocks is forgotten.
+    fn blocks_away(&self, py: Python<'_>) {
+        py.detach(|| self.0.lock().blocks_away());
     }
 
     /// What routers are told of the fleet: a `PlaceResponse`.

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from headrace import _gateway, metrics, process, serving, tls, tracing
 from headrace.config import Config, SchedulerConfig, tenant_weights
+from headrace.scheduler.blocks import BlocksLink
 from headrace.serving import Outbox, StreamError, exchange
 from headrace.v1 import scheduler_pb2, types_pb2
 
@@ -93,6 +94,10 @@ class SchedulerMetrics(Collector):
         for kind, count in stats["measures"].items():
             measures.add_metric([kind], count)
         yield measures
+        blocks = stats["blocks"]
+        yield GaugeMetricFamily("headrace_scheduler_blocks", "Block holdings that are known", value=blocks["holdings"])
+        yield GaugeMetricFamily("headrace_scheduler_block_bytes", "Memory of the prefix index", value=blocks["bytes"])
+        yield CounterMetricFamily("headrace_scheduler_block_gaps", "Lost block events", value=blocks["gaps"])
         oddities = CounterMetricFamily("headrace_scheduler_oddities", "What should not happen", labels=["kind"])
         for kind, count in stats["oddities"].items():
             oddities.add_metric([kind], count)
@@ -197,6 +202,7 @@ class SchedulerService:
             # By the wall clock, so that leases of an earlier start aren't taken for ours: room for a million a
             # millisecond.
             first_lease=(time.time_ns() // 1_000_000) << 20,
+            max_index_bytes=config.max_index_bytes,
         )
         self.metrics = SchedulerMetrics(registry, self.core)
         self._links = itertools.count(1)
@@ -374,6 +380,8 @@ async def run(config: Config) -> None:
     service.add(add_to_server, servicer, FULL_NAME)
     await service.start()
     service.spawn(servicer.keep_time(), "clock")
+    if own.cache:
+        service.spawn(BlocksLink(own.cache, servicer.core, certificates).run(), "blocks")
     try:
         await service.run_until_stopped(announce=True, drain=servicer.drain, grace_s=own.drain_grace_s)
     finally:

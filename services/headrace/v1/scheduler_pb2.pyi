@@ -130,16 +130,18 @@ class PlaceResponse(_message.Message):
 class Share(_message.Message):
     __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "decoding", "waiting", "grantor", "gone")
     class Grantor(_message.Message):
-        __slots__ = ("worker_id", "instance_id", "address", "pool")
+        __slots__ = ("worker_id", "instance_id", "address", "pool", "block_tokens")
         WORKER_ID_FIELD_NUMBER: _ClassVar[int]
         INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
         ADDRESS_FIELD_NUMBER: _ClassVar[int]
         POOL_FIELD_NUMBER: _ClassVar[int]
+        BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
         worker_id: str
         instance_id: str
         address: str
         pool: str
-        def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
+        block_tokens: int
+        def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., pool: _Optional[str] = ..., block_tokens: _Optional[int] = ...) -> None: ...
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -175,20 +177,38 @@ class Placement(_message.Message):
     def __init__(self, ask: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., rejected: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("lease", "worker_id", "instance_id", "address", "token_allowance", "queue_s")
+    __slots__ = ("lease", "worker_id", "instance_id", "address", "token_allowance", "queue_s", "reason")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ALLOWANCE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     lease: int
     worker_id: str
     instance_id: str
     address: str
     token_allowance: int
     queue_s: float
-    def __init__(self, lease: _Optional[int] = ..., worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., token_allowance: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    reason: PlacementReason
+    def __init__(self, lease: _Optional[int] = ..., worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., token_allowance: _Optional[int] = ..., queue_s: _Optional[float] = ..., reason: _Optional[_Union[PlacementReason, _Mapping]] = ...) -> None: ...
+
+class PlacementReason(_message.Message):
+    __slots__ = ("hit_tokens", "prefill_ms", "pending_prefill_ms", "decoding", "waiting", "score")
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    hit_tokens: int
+    prefill_ms: float
+    pending_prefill_ms: float
+    decoding: int
+    waiting: int
+    score: float
+    def __init__(self, hit_tokens: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., pending_prefill_ms: _Optional[float] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class Queued(_message.Message):
     __slots__ = ("position", "estimate_ms")

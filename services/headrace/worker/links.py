@@ -8,70 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from headrace.serving import channel
+from headrace.calling import Backoff, keep_calling
 from headrace.tls import Tls
 from headrace.v1 import cache_pb2, cache_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from headrace.worker.blocks import BlockLog
 
 log = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 2.0
 _EVENTS_IN_MESSAGE = 512
 #: Until the scheduler has said how often it wants to hear.
 _DEFAULT_HEARTBEAT_S = 0.25
-
-
-class Backoff:
-    """Waits longer each time, never twice the same."""
-
-    def __init__(self, dice: random.Random | None = None) -> None:
-        self._dice = dice or random.Random()
-        self._next_s = _FIRST_BACKOFF_S
-
-    def reset(self) -> None:
-        """The last try went well."""
-        self._next_s = _FIRST_BACKOFF_S
-
-    def next_s(self) -> float:
-        """How long to wait now."""
-        wait_s = self._next_s * self._dice.uniform(0.5, 1.5)
-        self._next_s = min(self._next_s * 2, _LAST_BACKOFF_S)
-        return wait_s
-
-
-async def _for_ever(
-    name: str,
-    address: str,
-    tls: Tls | None,
-    once: Callable[[grpc.aio.Channel, Backoff], Awaitable[None]],
-    leaving: Callable[[], bool] = lambda: False,
-) -> None:
-    backoff = Backoff()
-    heard = True
-    while not leaving():
-        try:
-            # A new one each time: a channel keeps the certificates that it was made with.
-            async with channel(address, tls) as link:
-                await once(link, backoff)
-            reason = "it closed the stream"
-        except grpc.aio.AioRpcError as failure:
-            reason = f"{failure.code().name}: {failure.details()}"
-        except asyncio.InvalidStateError as failure:
-            # The stream was closed under the writer.
-            reason = str(failure)
-        if leaving():
-            return
-        # Once for each time that it goes away, not once a try.
-        if heard:
-            log.warning("the %s at %s is away (%s); trying again", name, address, reason)
-        wait_s = backoff.next_s()
-        heard = wait_s <= 2 * _FIRST_BACKOFF_S
-        await asyncio.sleep(wait_s)
 
 
 class SchedulerLink:
@@ -108,7 +58,7 @@ class SchedulerLink:
 
     async def run(self) -> None:
         """Never returns."""
-        await _for_ever("scheduler", self._address, self._tls, self._once)
+        await keep_calling("scheduler", self._address, self._tls, self._once)
 
     async def _once(self, link: grpc.aio.Channel, backoff: Backoff) -> None:
         call = scheduler_pb2_grpc.SchedulerServiceStub(link).Join()  # type: ignore[no-untyped-call]
@@ -173,7 +123,7 @@ class CacheLink:
 
     async def run(self) -> None:
         """Returns only after ``leave``."""
-        await _for_ever("cache", self._address, self._tls, self._once, lambda: self._leaving)
+        await keep_calling("cache", self._address, self._tls, self._once, lambda: self._leaving)
 
     async def _once(self, link: grpc.aio.Channel, backoff: Backoff) -> None:
         call = cache_pb2_grpc.CacheServiceStub(link).PublishBlocks()  # type: ignore[no-untyped-call]

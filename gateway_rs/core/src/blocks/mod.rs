@@ -15,10 +15,10 @@ use std::sync::Arc;
 use ahash::HashMap;
 
 pub use self::hub::{Hello, Holder, Hub, Link, LOG_BLOCKS};
-use crate::index::{Expected, Limits, Overlap, PrefixIndex, WorkerId, NO_BLOCK};
+use crate::index::{Limits, PrefixIndex, WorkerId, NO_BLOCK};
 
 /// Blocks that are taken in at once while others wait to look.
-pub const PART: usize = 4096;
+pub const PART: usize = 1024;
 
 /// What happened to a worker's blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,11 +104,10 @@ struct Instance {
     claimed: bool,
 }
 
-/// Who holds which blocks, and will hold them, by the instances' names.
+/// Who holds which blocks, by the instances' names.
 #[derive(Debug, Default)]
 pub struct Blocks {
     index: PrefixIndex,
-    expected: Expected,
     instances: HashMap<Arc<str>, Instance>,
     names: Vec<Option<Arc<str>>>,
     free: Vec<WorkerId>,
@@ -324,30 +323,6 @@ impl Blocks {
             next_sequence: instance.next_sequence?,
             chains: lists.into_iter().map(|list| (NO_BLOCK, list)).collect(),
         })
-    }
-
-    // Looking.
-
-    /// Appends each instance that holds the beginning of a prompt or will, with how many of its blocks.
-    pub fn overlap(&self, blocks: &[u64], out: &mut Vec<Overlap>) {
-        self.expected.overlap(&self.index, blocks, out);
-    }
-
-    /// Leading blocks that an instance holds or will hold.
-    #[must_use]
-    pub fn leading(&self, number: WorkerId, blocks: &[u64]) -> u32 {
-        let held = self.index.leading(number, blocks);
-        self.expected.leading(number, blocks, held)
-    }
-
-    /// The instance has been given a prompt, of which it will hold these blocks.
-    pub fn expect(&mut self, number: WorkerId, blocks: &[u64]) {
-        self.expected.add(number, blocks);
-    }
-
-    /// That prompt is over.
-    pub fn unexpect(&mut self, number: WorkerId, blocks: &[u64]) {
-        self.expected.remove(number, blocks);
     }
 }
 

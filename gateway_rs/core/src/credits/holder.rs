@@ -9,7 +9,7 @@ use rand::{seq::index, RngCore};
 
 use super::Room;
 use crate::{
-    place::{Candidate, Placer, Request, BLOCK_TOKENS},
+    place::{Candidate, Placer, Request, Why, BLOCK_TOKENS},
     scheduler::events::Link,
 };
 
@@ -40,13 +40,17 @@ pub struct Holder {
 }
 
 /// Room that a request has taken. Given back once, when it has ended.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 pub struct Taken {
     /// Where it runs.
     pub worker: Link,
     /// What it takes.
     pub room: Room,
+    /// Why there.
+    pub why: Why,
     stream: u64,
+    /// News of the worker until then.
+    heard: u64,
 }
 
 #[derive(Debug)]
@@ -54,7 +58,10 @@ struct Held {
     pool: Arc<str>,
     limit: Room,
     used: Room,
+    /// As the scheduler said last, with what was placed here since and has not ended.
     outlook: Outlook,
+    /// How often it has said so.
+    heard: u64,
     /// Where it stands among its pool's open ones.
     at: Option<usize>,
 }
@@ -75,10 +82,12 @@ impl Holder {
             limit: Room::NONE,
             used: Room::NONE,
             outlook,
+            heard: 0,
             at: None,
         });
         held.limit = room;
         held.outlook = outlook;
+        held.heard += 1;
         self.settle(worker);
     }
 
@@ -86,6 +95,7 @@ impl Holder {
     pub fn hear(&mut self, worker: Link, outlook: Outlook) {
         if let Some(held) = self.workers.get_mut(&worker) {
             held.outlook = outlook;
+            held.heard += 1;
         }
     }
 
@@ -103,20 +113,24 @@ impl Holder {
         };
     }
 
-    /// Takes room for a request of a pool on the worker where it does best; None when no share has room for it.
+    /// Takes room for a request of a pool on the worker where it does best; None when no share has room for it. `hits`:
+    /// workers that hold some of the prompt, or will, and how many tokens of it.
     pub fn place(
         &mut self,
         pool: &str,
         prompt_tokens: u32,
         room: Room,
+        hits: &BTreeMap<Link, u32>,
         avoid: &BTreeSet<Link>,
         rng: &mut dyn RngCore,
     ) -> Option<Taken> {
         let open = self.pools.get_mut(pool)?;
-        let drawn: Vec<usize> = if open.open.len() <= CANDIDATES {
+        let drawn: BTreeSet<usize> = if open.open.len() <= CANDIDATES {
             (0..open.open.len()).collect()
         } else {
-            index::sample(rng, open.open.len(), CANDIDATES).into_vec()
+            let drawn = index::sample(rng, open.open.len(), CANDIDATES).into_iter();
+            let of_pool = |link: &Link| self.workers.get(link).filter(|held| &*held.pool == pool);
+            drawn.chain(hits.keys().filter_map(|link| of_pool(link)?.at)).collect()
         };
         let mut block_ms = 0.0_f64;
         let (workers, candidates): (Vec<Link>, Vec<Candidate>) = drawn
@@ -129,9 +143,11 @@ impl Holder {
                 }
                 let outlook = &held.outlook;
                 block_ms = block_ms.max(outlook.prefill_ms_per_token * f64::from(BLOCK_TOKENS));
+                let hit_tokens = hits.get(&worker).copied().unwrap_or(0).min(prompt_tokens);
                 let candidate = Candidate {
                     pending_prefill_ms: outlook.pending_prefill_ms,
-                    prefill_ms: outlook.prefill_ms_per_token * f64::from(prompt_tokens),
+                    prefill_ms: outlook.prefill_ms_per_token * f64::from(prompt_tokens - hit_tokens),
+                    hit_tokens,
                     decoding: outlook.decoding,
                     waiting: outlook.waiting,
                     ..Candidate::default()
@@ -143,27 +159,42 @@ impl Holder {
             prompt_tokens,
             block_ms,
         };
-        let worker = workers[open.placer.choose(&request, &candidates, rng)?];
+        let chosen = open.placer.choose(&request, &candidates, rng)?;
+        let (worker, candidate) = (workers[chosen], &candidates[chosen]);
         let held = self.workers.get_mut(&worker)?;
         held.used = held.used.plus(room);
         // Its own placements count at once: what the scheduler says of them comes later.
-        held.outlook.pending_prefill_ms += held.outlook.prefill_ms_per_token * f64::from(prompt_tokens);
+        held.outlook.pending_prefill_ms += candidate.prefill_ms;
         held.outlook.waiting += 1;
+        let why = Why::new(candidate, open.placer.score(&request, candidate));
+        let heard = held.heard;
         self.settle(worker);
         Some(Taken {
             worker,
             room,
+            why,
             stream: self.stream,
+            heard,
         })
+    }
+
+    /// Whether that was placed on this stream.
+    pub fn knows(&self, taken: &Taken) -> bool {
+        taken.stream == self.stream
     }
 
     /// A request has ended. What was placed on an earlier stream has been announced, and is none of these shares' any more.
     pub fn give_back(&mut self, taken: Taken) {
-        if taken.stream != self.stream {
+        if !self.knows(&taken) {
             return;
         }
         if let Some(held) = self.workers.get_mut(&taken.worker) {
             held.used = held.used.less(taken.room);
+            if held.heard == taken.heard {
+                let outlook = &mut held.outlook;
+                outlook.waiting = outlook.waiting.saturating_sub(1);
+                outlook.pending_prefill_ms = (outlook.pending_prefill_ms - taken.why.prefill_ms).max(0.0);
+            }
         }
         self.settle(taken.worker);
     }

@@ -118,7 +118,10 @@ impl World {
         let (router, room, lease) = (self.any_router(), self.any_room(), self.next);
         self.next += 1;
         let (pool, own) = (self.pool.clone(), self.routers.get_mut(&router).expect("it is there"));
-        if let Some(taken) = own.holder.place(&pool, 10, room, &BTreeSet::new(), &mut self.dice) {
+        if let Some(taken) = own
+            .holder
+            .place(&pool, 10, room, &BTreeMap::new(), &BTreeSet::new(), &mut self.dice)
+        {
             self.placed_by_credit += 1;
             own.outgoing.push_back(Said::Placed(lease, taken.worker, room));
             own.running.insert(lease, taken);
@@ -333,4 +336,41 @@ fn most_requests_find_room_without_asking() {
     let mut world = World::new(7, 3, 3);
     (0..2000).for_each(|_| world.step());
     assert!(world.placed_by_credit > 50, "{}", world.placed_by_credit);
+}
+
+#[test]
+fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
+    let (mut holder, mut dice) = (Holder::default(), StdRng::seed_from_u64(1));
+    let room = Room {
+        choices: 1,
+        kv_tokens: 1,
+    };
+    let outlook = Outlook {
+        prefill_ms_per_token: 1.0,
+        ..Outlook::default()
+    };
+    for worker in 0..100 {
+        let limit = Room {
+            choices: 100,
+            kv_tokens: 100,
+        };
+        holder.receive(worker + 1, worker, &Arc::from("p"), limit, outlook);
+    }
+    let hits = BTreeMap::from([(42, 3000)]);
+    let mut place = |holder: &mut Holder| {
+        let taken = holder.place("p", 3200, room, &hits, &BTreeSet::new(), &mut dice);
+        taken.expect("room")
+    };
+    // Whatever is drawn, the holder is looked at; and who has given back what it took is as idle as before.
+    for _ in 0..50 {
+        let taken = place(&mut holder);
+        assert_eq!((taken.worker, taken.why.hit_tokens, taken.why.waiting), (42, 3000, 0));
+        holder.give_back(taken);
+    }
+    // One prompt after the other, none of which ends: in the end another worker does better.
+    let busy: Vec<_> = (0..10).map(|_| place(&mut holder).worker).collect();
+    assert!(
+        busy[0] == 42 && busy.contains(&42) && busy.iter().any(|&worker| worker != 42),
+        "{busy:?}"
+    );
 }

@@ -49,13 +49,22 @@ impl Expected {
         }
     }
 
-    /// Leading blocks that a worker will hold without a gap, of which it holds so many now.
+    /// The worker is gone. Takes as long as there are blocks that anybody will hold.
+    pub fn clear(&mut self, worker: WorkerId) {
+        self.workers.retain(|_, workers| {
+            workers.retain(|each| each.0 != worker);
+            !workers.is_empty()
+        });
+    }
+
+    /// Leading blocks that a worker will hold without a gap, of which it holds so many now. What not more than `own` prompts
+    /// want does not count.
     #[must_use]
-    pub fn leading(&self, worker: WorkerId, blocks: &[u64], held: u32) -> u32 {
+    pub fn leading(&self, worker: WorkerId, blocks: &[u64], held: u32, own: u32) -> u32 {
         let rest = blocks.get(held as usize..).unwrap_or_default();
         let comes = |block: &&u64| {
             let workers = self.workers.get(*block);
-            workers.is_some_and(|workers| workers.iter().any(|each| each.0 == worker))
+            workers.is_some_and(|workers| workers.iter().any(|each| each.0 == worker && each.1 > own))
         };
         held + rest.iter().take_while(comes).count() as u32
     }
@@ -68,11 +77,11 @@ impl Expected {
             return;
         };
         for each in &mut out[start..] {
-            each.blocks = self.leading(each.worker, blocks, each.blocks);
+            each.blocks = self.leading(each.worker, blocks, each.blocks, 0);
         }
         for &(worker, _) in self.workers.get(first).map_or(&[][..], Vec::as_slice) {
             if !index.holds(worker, *first) {
-                let blocks = self.leading(worker, blocks, 0);
+                let blocks = self.leading(worker, blocks, 0, 0);
                 out.push(Overlap { worker, blocks });
             }
         }

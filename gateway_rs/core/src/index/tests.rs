@@ -181,6 +181,10 @@ fn a_worker_that_will_hold_a_block_counts() {
     expected.remove(1, &[3, 4]);
     assert_eq!(all(&expected), BTreeMap::from([(1, 2)]));
     assert!(expected.is_empty());
+    expected.add(2, &[1]);
+    expected.add(3, &[1]);
+    expected.clear(2);
+    assert_eq!(all(&expected), BTreeMap::from([(1, 2), (3, 1)]));
 }
 
 #[derive(Clone, Debug)]

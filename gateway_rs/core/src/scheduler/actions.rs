@@ -6,7 +6,10 @@
 use std::sync::Arc;
 
 use super::events::{Class, LeaseId, Link};
-use crate::credits::{Outlook, Share};
+use crate::{
+    credits::{Outlook, Share},
+    place::Why,
+};
 
 /// Something to do.
 #[derive(Clone, Debug)]
@@ -132,6 +135,8 @@ pub struct Grant {
     pub predicted_ttft_s: Option<f64>,
     /// Prompt tokens whose KV the worker is believed to hold.
     pub cached_tokens: u32,
+    /// Why there, for people.
+    pub why: Why,
     /// Tokens over all choices; 0 = no limit of its own.
     pub token_allowance: u32,
 }

@@ -204,19 +204,29 @@ impl Core {
     }
 
     pub(super) fn plan(&mut self, place: Place, choice: &Choice) {
+        let Some(waiting) = self.queue.get(place) else {
+            return;
+        };
+        let held_blocks = self.fleet.held_blocks(choice.link, &waiting.ask);
         let plan = Plan {
             worker: choice.link,
             prefill_ms: choice.prefill_ms,
             hit_tokens: choice.hit_tokens,
+            held_blocks,
         };
+        let missing = &waiting.ask.block_hashes[held_blocks..];
+        self.fleet
+            .plan(self.now_s, choice.link, choice.prefill_ms, missing, true);
         self.queue.plan(place, plan);
-        self.fleet.plan(self.now_s, choice.link, choice.prefill_ms, true);
         self.watch_gate(choice.link);
     }
 
     pub(super) fn unplan(&mut self, place: Place) {
         if let Some(plan) = self.queue.unplan(place) {
-            self.fleet.plan(self.now_s, plan.worker, plan.prefill_ms, false);
+            let ask = self.queue.get(place).map(|waiting| &waiting.ask);
+            let missing = ask.map_or(&[][..], |ask| &ask.block_hashes[plan.held_blocks..]);
+            self.fleet
+                .plan(self.now_s, plan.worker, plan.prefill_ms, missing, false);
         }
     }
 

@@ -30,7 +30,7 @@ use super::{
     queue::Queue,
     rate::Rate,
 };
-use crate::place::Placer;
+use crate::{blocks::Blocks, place::Placer};
 
 /// Routers hear of changes in the fleet at most so often: many workers that come at once are one change.
 const FLEET_INTERVAL_S: f64 = 0.05;
@@ -186,7 +186,7 @@ impl Core {
             Event::RouterLost { link } => self.router_lost(link),
             Event::WorkerJoined { link, hello } => self.worker_joined(link, *hello),
             Event::WorkerLost { link } => self.remove_worker(link),
-            Event::BlocksChanged { link, change } => self.fleet.blocks(link, change),
+            Event::BlocksChanged { link, change } => self.fleet.blocks_changed(link, change),
             Event::Placed {
                 link,
                 lease,
@@ -238,6 +238,11 @@ impl Core {
     /// Workers and leases.
     pub fn fleet(&self) -> &Fleet {
         &self.fleet
+    }
+
+    /// Who holds which blocks, to be told of it by whoever knows. It decides nothing by itself.
+    pub fn blocks_mut(&mut self) -> &mut Blocks {
+        self.fleet.blocks_mut()
     }
 
     /// Asks that wait.
@@ -390,7 +395,7 @@ impl Core {
             worker.open() && worker.can_ever_run(ask) && worker.has_room(ask)
         };
         let fitting = pool.ready.iter().copied().filter(fits);
-        let score = |link| self.fleet.consider(now_s, link, ask, &self.placer).unwrap().1;
+        let score = |link| self.fleet.consider(now_s, link, ask, false, &self.placer).unwrap().1;
         let scores: BTreeMap<_, _> = fitting.map(|link| (link, score(link))).collect();
         (!scores.is_empty()).then_some(scores)
     }

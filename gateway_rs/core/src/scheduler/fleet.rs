@@ -21,8 +21,9 @@ use super::{
     worker::Worker,
 };
 use crate::{
+    blocks::Blocks,
     credits::Room,
-    index::{Overlap, PrefixIndex, NO_BLOCK},
+    index::{Expected, Overlap, NO_BLOCK},
 };
 
 /// Blocks that a worker which does not report its blocks is believed to hold, when it does not say how many it has.
@@ -45,10 +46,11 @@ pub struct Fleet {
     pub kinds: Kinds,
     /// Workers that were looked at, over all searches.
     pub looked_at: u64,
-    pub(super) index: PrefixIndex,
+    pub(super) blocks: Blocks,
+    /// What workers will hold because of what they were given, or will be.
+    pub(super) expected: Expected,
     /// Workers by their numbers in the index.
     pub(super) numbers: Map<u32, Link>,
-    pub(super) last_number: u32,
     pub(super) instances: Map<Arc<str>, Link>,
     pub(super) queue_factor: f64,
     pub(super) overlaps: Vec<Overlap>,
@@ -67,9 +69,9 @@ impl Fleet {
             version: 0,
             kinds: Kinds::default(),
             looked_at: 0,
-            index: PrefixIndex::default(),
+            blocks: Blocks::default(),
+            expected: Expected::default(),
             numbers: Map::default(),
-            last_number: 0,
             instances: Map::default(),
             queue_factor,
             overlaps: Vec::new(),
@@ -85,11 +87,12 @@ impl Fleet {
     /// Takes in a worker whose description fits its pool's.
     pub(super) fn join(&mut self, now_s: f64, link: Link, hello: WorkerHello) {
         let kind = self.kinds.of(&hello.description);
-        self.last_number = self.last_number.wrapping_add(1);
-        self.numbers.insert(self.last_number, link);
-        let mut worker = Worker::new(link, hello, now_s, self.queue_factor, self.last_number, kind);
+        let number = self.blocks.claim(&hello.instance_id);
+        self.numbers.insert(number, link);
+        let mut worker = Worker::new(link, hello, now_s, self.queue_factor, number, kind);
         let waiting = self.unjoined.remove(&worker.hello.instance_id).unwrap_or_default();
         for lease in waiting.iter().filter_map(|id| self.leases.get(id)) {
+            self.expected.add(number, &lease.blocks);
             worker.held.add(lease);
             worker.unreported.add(lease);
         }
@@ -133,7 +136,8 @@ impl Fleet {
         self.instances.remove(&worker.hello.instance_id);
         self.kinds.leave(worker.kind);
         self.numbers.remove(&worker.number);
-        self.index.clear(worker.number);
+        self.expected.clear(worker.number);
+        self.blocks.give_back(&worker.hello.instance_id);
         worker.load.state = WorkerState::Unhealthy;
         if let Some(pool) = self.pools.get_mut(&worker.hello.pool) {
             pool.leave_order(link);
@@ -198,6 +202,7 @@ impl Fleet {
                 if let Some(worker) = self.workers.get_mut(&link) {
                     worker.held.add(&lease);
                     worker.unreported.add(&lease);
+                    self.expected.add(worker.number, &lease.blocks);
                     if lease.phase == Phase::Prefill {
                         worker.prefilling.insert(lease.id);
                         worker.prefilling_ms += lease.prefill_ms;
@@ -229,16 +234,18 @@ impl Fleet {
         Some(link)
     }
 
-    /// An ask waits here for that worker, or does not any more.
-    pub(super) fn plan(&mut self, now_s: f64, link: Link, prefill_ms: f64, waits: bool) {
+    /// An ask waits here for that worker, or does not any more; these are the blocks that the worker did not hold.
+    pub(super) fn plan(&mut self, now_s: f64, link: Link, prefill_ms: f64, blocks: &[u64], waits: bool) {
         let Some(worker) = self.workers.get_mut(&link) else {
             return;
         };
         if waits {
+            self.expected.add(worker.number, blocks);
             worker.planned += 1;
             worker.planned_ms += prefill_ms;
             worker.add_prefill(now_s, prefill_ms);
         } else {
+            self.expected.remove(worker.number, blocks);
             worker.planned -= 1;
             worker.planned_ms -= prefill_ms;
             worker.drop_prefill(now_s, prefill_ms);
@@ -288,19 +295,20 @@ impl Fleet {
     }
 
     /// A worker's blocks came or went.
-    pub(super) fn blocks(&mut self, link: Link, change: BlockChange) {
+    pub(super) fn blocks_changed(&mut self, link: Link, change: BlockChange) {
         let Some(worker) = self.workers.get_mut(&link) else {
             return;
         };
         if !worker.reports_blocks {
             worker.reports_blocks = true;
             worker.believed.clear();
-            self.index.clear(worker.number);
+            self.blocks.index_mut().clear(worker.number);
         }
+        let index = self.blocks.index_mut();
         match change {
-            BlockChange::Stored(blocks) => self.index.store(worker.number, NO_BLOCK, &blocks),
-            BlockChange::Removed(blocks) => self.index.remove(worker.number, &blocks),
-            BlockChange::Cleared => self.index.clear(worker.number),
+            BlockChange::Stored(blocks) => index.store(worker.number, NO_BLOCK, &blocks),
+            BlockChange::Removed(blocks) => index.remove(worker.number, &blocks),
+            BlockChange::Cleared => index.clear(worker.number),
         }
     }
 
@@ -309,7 +317,8 @@ impl Fleet {
         let Some(worker) = self.workers.get_mut(&link) else {
             return;
         };
-        if worker.reports_blocks || worker.hello.description.block_tokens == 0 {
+        let fed = worker.reports_blocks || self.blocks.is_fed(&worker.hello.instance_id);
+        if fed || worker.hello.description.block_tokens == 0 {
             return;
         }
         let total = worker.kv_tokens_total / u64::from(worker.hello.description.block_tokens);
@@ -318,15 +327,16 @@ impl Fleet {
         } else {
             (total as usize).min(BELIEVED_BLOCKS)
         };
+        let index = self.blocks.index_mut();
         for &block in blocks.iter().take(most) {
-            if self.index.holds(worker.number, block) {
+            if index.holds(worker.number, block) {
                 continue;
             }
-            self.index.store(worker.number, NO_BLOCK, &[block]);
+            index.store(worker.number, NO_BLOCK, &[block]);
             worker.believed.push_back(block);
             if worker.believed.len() > most {
                 if let Some(oldest) = worker.believed.pop_front() {
-                    self.index.remove(worker.number, &[oldest]);
+                    index.remove(worker.number, &[oldest]);
                 }
             }
         }
@@ -347,6 +357,7 @@ impl Fleet {
         if let Some(worker) = self.workers.get_mut(&link) {
             worker.held.discard(&lease);
             worker.unreported.discard(&lease);
+            self.expected.remove(worker.number, &lease.blocks);
             if worker.prefilling.remove(&id) {
                 worker.prefilling_ms -= lease.prefill_ms;
                 worker.drop_prefill(now_s, lease.prefill_ms);
@@ -487,6 +498,6 @@ impl Fleet {
 
     /// Nothing is left of leases.
     pub(super) fn check_empty(&self) {
-        assert!(self.leases.is_empty() && self.unjoined.is_empty());
+        assert!(self.leases.is_empty() && self.unjoined.is_empty() && self.expected.is_empty());
     }
 }

@@ -33,6 +33,8 @@ pub struct Lease {
     pub choices: u32,
     /// Length of the prompt.
     pub prompt_tokens: u32,
+    /// Its blocks that the worker did not hold: it holds them while this runs, and from when they are computed on.
+    pub blocks: Vec<u64>,
     /// KV that it is expected to take.
     pub kv_tokens: u64,
     /// When it began.

@@ -79,11 +79,12 @@ impl Core {
             tenant: ask.tenant.clone(),
             choices: ask.choices,
             prompt_tokens: ask.prompt_tokens,
+            blocks: ask.block_hashes[self.fleet.held_blocks(worker, ask)..].to_vec(),
             kv_tokens: kv_tokens(ask),
             granted_s: self.now_s,
             class: ask.class,
             phase: Phase::Prefill,
-            prefill_ms: (self.fleet.consider(self.now_s, worker, ask, self.placer()))
+            prefill_ms: (self.fleet.consider(self.now_s, worker, ask, false, self.placer()))
                 .map_or(0.0, |(choice, _)| choice.prefill_ms),
             predicted_ttft_s: None,
             charged: None,

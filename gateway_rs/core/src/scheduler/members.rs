@@ -74,6 +74,7 @@ impl Core {
             tenant: running.tenant,
             choices: 1,
             prompt_tokens: running.prompt_tokens,
+            blocks: Vec::new(),
             kv_tokens: u64::from(running.prompt_tokens),
             granted_s: self.now_s,
             class: Class::Standard,

@@ -167,7 +167,9 @@ impl Core {
                 continue;
             }
             if worker.has_room(&waiting.ask) {
-                let (choice, _) = self.fleet.consider(self.now_s, link, &waiting.ask, &self.placer)?;
+                let (choice, _) = self
+                    .fleet
+                    .consider(self.now_s, link, &waiting.ask, false, &self.placer)?;
                 next = Some((waiting.place, choice));
                 break;
             }
@@ -180,7 +182,7 @@ impl Core {
             let place = own?;
             let (choice, _) = self
                 .fleet
-                .consider(self.now_s, link, &self.queue.get(place)?.ask, &self.placer)?;
+                .consider(self.now_s, link, &self.queue.get(place)?.ask, true, &self.placer)?;
             return Some((place, choice));
         }
         if let Some(place) = wants_room {
@@ -214,8 +216,8 @@ impl Core {
 
     /// That worker as a choice, if it is better than waiting for the one that was planned.
     fn better_than(&self, link: Link, plan: &Plan, ask: &Ask) -> Option<Choice> {
-        let (here, here_score) = self.fleet.consider(self.now_s, link, ask, &self.placer)?;
-        let (there, there_score) = self.fleet.consider(self.now_s, plan.worker, ask, &self.placer)?;
+        let (here, here_score) = self.fleet.consider(self.now_s, link, ask, false, &self.placer)?;
+        let (there, there_score) = self.fleet.consider(self.now_s, plan.worker, ask, true, &self.placer)?;
         // Its own prompt is counted there.
         let there_score = there_score - plan.prefill_ms.min(there.pending_ms);
         (here_score < there_score).then_some(here)
@@ -293,6 +295,7 @@ impl Core {
             queue_s: self.now_s - waiting.arrived_s,
             predicted_ttft_s,
             cached_tokens: choice.hit_tokens,
+            why: choice.why,
             token_allowance: 0,
         })));
         let mut kv = kv_tokens(ask);
@@ -311,6 +314,7 @@ impl Core {
             tenant: ask.tenant.clone(),
             choices: ask.choices,
             prompt_tokens: ask.prompt_tokens,
+            blocks: ask.block_hashes[self.fleet.held_blocks(link, ask)..].to_vec(),
             kv_tokens: kv,
             granted_s: self.now_s,
             class: ask.class,

@@ -30,7 +30,7 @@ impl Core {
             let worker = core.fleet.workers.get(&link)?;
             let ask = &core.queue.get(place)?.ask;
             (worker.open() && worker.has_room(ask)).then_some(())?;
-            core.fleet.consider(core.now_s, link, ask, &core.placer)
+            core.fleet.consider(core.now_s, link, ask, false, &core.placer)
         };
         match fits(self) {
             Some((choice, _)) => {

@@ -63,6 +63,8 @@ pub struct Plan {
     pub prefill_ms: f64,
     /// Prompt tokens that it is believed to hold.
     pub hit_tokens: u32,
+    /// Of the prompt's blocks, those that it held.
+    pub held_blocks: usize,
 }
 
 /// Where an ask comes in a line: lower is served first.

@@ -18,8 +18,9 @@ use super::{
     worker::Worker,
 };
 use crate::{
+    blocks::Blocks,
     index::Overlap,
-    place::{Candidate, Placer, Policy, Request},
+    place::{Candidate, Placer, Policy, Request, Why},
 };
 
 /// Workers looked at for one ask that does not fit on the better ones. A bound on work, not on luck: whoever is not looked at
@@ -40,9 +41,35 @@ pub struct Choice {
     pub prefill_ms: f64,
     /// Predicted work that waits there before it.
     pub pending_ms: f64,
+    /// For people.
+    pub why: Why,
 }
 
 impl Fleet {
+    /// Leading blocks of a prompt that a worker holds, or will because of other prompts.
+    pub(super) fn leading(&self, worker: &Worker, ask: &Ask, planned: bool) -> u32 {
+        let held = self.blocks.index().leading(worker.number, &ask.block_hashes);
+        self.expected
+            .leading(worker.number, &ask.block_hashes, held, u32::from(planned))
+    }
+
+    /// Leading blocks of a prompt that a worker holds now.
+    pub(super) fn held_blocks(&self, link: Link, ask: &Ask) -> usize {
+        let number = self.workers.get(&link).map(|worker| worker.number);
+        number.map_or(0, |number| {
+            self.blocks.index().leading(number, &ask.block_hashes) as usize
+        })
+    }
+
+    /// Who holds which blocks, as far as is known.
+    pub fn blocks(&self) -> &Blocks {
+        &self.blocks
+    }
+
+    pub(super) fn blocks_mut(&mut self) -> &mut Blocks {
+        &mut self.blocks
+    }
+
     /// The worker of that pool to run this, by the rule; it has room, if perhaps not yet time.
     pub(super) fn choose(
         &mut self,
@@ -54,7 +81,8 @@ impl Fleet {
     ) -> Option<Choice> {
         let mut overlaps = std::mem::take(&mut self.overlaps);
         overlaps.clear();
-        self.index.overlap(&ask.block_hashes, &mut overlaps);
+        self.expected
+            .overlap(self.blocks.index(), &ask.block_hashes, &mut overlaps);
         let search = Search {
             fleet: self,
             pool: self.pools.get(pool)?,
@@ -73,19 +101,29 @@ impl Fleet {
         choice
     }
 
-    /// That worker as a choice for this ask, and its score by the rule.
-    pub(super) fn consider(&self, now_s: f64, link: Link, ask: &Ask, placer: &Placer) -> Option<(Choice, f64)> {
+    /// That worker as a choice for this ask, and its score by the rule. `planned`: it waits for that worker, so some of what
+    /// is expected there is its own.
+    pub(super) fn consider(
+        &self,
+        now_s: f64,
+        link: Link,
+        ask: &Ask,
+        planned: bool,
+        placer: &Placer,
+    ) -> Option<(Choice, f64)> {
         let worker = self.workers.get(&link)?;
-        let hit_tokens = worker.hit_tokens(ask, self.index.leading(worker.number, &ask.block_hashes));
+        let hit_tokens = worker.hit_tokens(ask, self.leading(worker, ask, planned));
         let candidate = worker.candidate(now_s, &self.kinds, ask, hit_tokens);
         let request = self.kinds.request(worker.kind, worker.pace, ask);
-        Some((choice(link, &candidate), placer.score(&request, &candidate)))
+        let score = placer.score(&request, &candidate);
+        Some((choice(link, &candidate, score), score))
     }
 
     /// The soonest that an idle worker of the pool would have the first token of this; None when nobody can say.
     pub(super) fn soonest_first_token_s(&self, pool: &Pool, ask: &Ask) -> Option<f64> {
         let mut overlaps = Vec::new();
-        self.index.overlap(&ask.block_hashes, &mut overlaps);
+        self.expected
+            .overlap(self.blocks.index(), &ask.block_hashes, &mut overlaps);
         let of = |&(kind, pace): &(KindId, Pace)| {
             let block_tokens = self.kinds.block_tokens(kind);
             let blocks = overlaps.iter().map(|each| each.blocks).max().unwrap_or(0);
@@ -107,12 +145,13 @@ impl Fleet {
     }
 }
 
-fn choice(link: Link, candidate: &Candidate) -> Choice {
+fn choice(link: Link, candidate: &Candidate, score: f64) -> Choice {
     Choice {
         link,
         hit_tokens: candidate.hit_tokens,
         prefill_ms: candidate.prefill_ms,
         pending_ms: candidate.pending_prefill_ms,
+        why: Why::new(candidate, score),
     }
 }
 
@@ -147,7 +186,7 @@ impl<'a> Search<'a> {
             let candidate = worker.candidate(self.now_s, kinds, self.ask, hit_tokens);
             let score = placer.score(&kinds.request(worker.kind, worker.pace, self.ask), &candidate);
             if best.as_ref().is_none_or(|(least, _)| score < *least) {
-                best = Some((score, choice(worker.link, &candidate)));
+                best = Some((score, choice(worker.link, &candidate, score)));
             }
             best.as_ref().map_or(f64::INFINITY, |(least, _)| *least)
         };
@@ -194,7 +233,7 @@ impl<'a> Search<'a> {
                             let blocks = if left_blocks == 0 {
                                 0
                             } else {
-                                self.fleet.index.leading(worker.number, &self.ask.block_hashes)
+                                self.fleet.leading(worker, self.ask, false)
                             };
                             least = consider(worker, blocks);
                             if left_blocks == 0 {
@@ -225,6 +264,7 @@ impl<'a> Search<'a> {
         let first = fitting.first()?;
         let request: Request = self.fleet.kinds.request(first.kind, first.pace, self.ask);
         let chosen = placer.choose(&request, &candidates, rng)?;
-        Some(choice(fitting[chosen].link, &candidates[chosen]))
+        let score = placer.score(&request, &candidates[chosen]);
+        Some(choice(fitting[chosen].link, &candidates[chosen], score))
     }
 }

@@ -12,7 +12,7 @@ use rand::SeedableRng;
 use super::Scheduler;
 use crate::cost::{CostModel, CostTable};
 use crate::index::{Overlap, PrefixIndex, NO_BLOCK};
-use crate::place::{Candidate, Placer, Policy, Request, BLOCK_TOKENS};
+use crate::place::{Candidate, Placer, Policy, Request, Why, BLOCK_TOKENS};
 use crate::scheduler::actions::{Action, Grant, Reason, Refusal};
 use crate::scheduler::events::{Ask, BlockChange, Event, LeaseId, Link, Load};
 
@@ -130,6 +130,7 @@ impl Direct {
             return;
         };
         let (candidate, lease) = (candidates[chosen], self.next_lease);
+        let why = Why::new(&candidate, self.placer.score(&request, &candidate));
         self.next_lease += 1;
         let worker = &mut self.workers[able[chosen]];
         let new_tokens = ask.prompt_tokens - candidate.hit_tokens;
@@ -160,6 +161,7 @@ impl Direct {
             queue_s: 0.0,
             predicted_ttft_s: None,
             cached_tokens: candidate.hit_tokens,
+            why,
             token_allowance: 0,
         })));
     }

@@ -1,6 +1,8 @@
-//! The link to the cache: "what do we already have?" One `Lookup` stream.
+//! The link to the cache: "what do we already have?" One `Lookup` stream for answers, one `WatchBlocks` stream for who holds
+//! which prefix blocks.
 //!
 //! The cache being away is never an error of a request: an ask then gets [`Found::Nothing`] at once and the request goes on.
+//! What is known of blocks is used for a little longer.
 
 use std::{
     collections::HashMap,
@@ -8,19 +10,26 @@ use std::{
         atomic::{AtomicU64, Ordering},
         Arc,
     },
+    time::{Duration, Instant},
 };
 
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::{channel, Backoff, Outbox, MAX_MESSAGE_BYTES};
-use crate::plane::tls::Tls;
-use crate::proto::{
-    cache_service_client::CacheServiceClient,
-    lookup_request::{Ask, Fill},
-    lookup_response::{reply::What, Reply},
-    Answer, LookupRequest, TraceContext,
+use super::{channel, shares::SharedBlocks, Backoff, Outbox, MAX_MESSAGE_BYTES};
+use crate::{
+    block_news,
+    plane::tls::Tls,
+    proto::{
+        cache_service_client::CacheServiceClient,
+        lookup_request::{Ask, Fill},
+        lookup_response::{reply::What, Reply},
+        Answer, LookupRequest, TraceContext, WatchBlocksRequest,
+    },
 };
+
+/// So long what is known of blocks is used while the cache is away: afterwards it would be wrong too often.
+const BLOCKS_LAST: Duration = Duration::from_secs(10);
 
 /// This router's side of the `Lookup` stream.
 pub struct Cache {
@@ -50,8 +59,8 @@ pub struct Lead {
 }
 
 impl Cache {
-    /// Starts the link.
-    pub fn start(address: String, tls: Option<Arc<Tls>>) -> Arc<Self> {
+    /// Starts the link. What is heard of blocks goes into `blocks`.
+    pub fn start(address: String, tls: Option<Arc<Tls>>, blocks: SharedBlocks) -> Arc<Self> {
         let cache = Arc::new(Self {
             address,
             tls,
@@ -60,6 +69,7 @@ impl Cache {
             asks: Mutex::new(None),
         });
         tokio::spawn(cache.clone().keep());
+        tokio::spawn(cache.clone().watch(blocks));
         cache
     }
 
@@ -120,6 +130,53 @@ impl Cache {
             }
         }
         Err("the stream was closed".to_owned())
+    }
+
+    /// Follows who holds which blocks.
+    async fn watch(self: Arc<Self>, blocks: SharedBlocks) {
+        let mut backoff = Backoff::default();
+        let mut away_since = Instant::now();
+        loop {
+            let mut connected = false;
+            // Why the cache is away, the other stream says.
+            let _ = self.follow(&blocks, &mut backoff, &mut connected).await;
+            if connected {
+                away_since = Instant::now();
+            }
+            if away_since.elapsed() > BLOCKS_LAST {
+                blocks.write().lose_all();
+            }
+            backoff.wait().await;
+        }
+    }
+
+    async fn follow(
+        &self,
+        blocks: &SharedBlocks,
+        backoff: &mut Backoff,
+        connected: &mut bool,
+    ) -> Result<(), tonic::Status> {
+        let failed = |reason: String| tonic::Status::internal(reason);
+        let channel = channel(&self.address, self.tls.as_ref()).map_err(|error| failed(error.to_string()))?;
+        let mut client = CacheServiceClient::new(channel)
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES);
+        let outbox = Arc::new(Outbox::<WatchBlocksRequest>::default());
+        let known = block_news::known(&blocks.read());
+        let outgoing = outbox.open(|_| vec![known]);
+        let mut responses = client.watch_blocks(outgoing).await?.into_inner();
+        while let Some(response) = responses.message().await? {
+            *connected = true;
+            backoff.reset();
+            let blocks = blocks.clone();
+            // What a worker holds can be long.
+            let taken_in =
+                tokio::task::spawn_blocking(move || block_news::receive(response, |work| work(&mut blocks.write())));
+            if let Some(lost) = taken_in.await.map_err(|error| failed(error.to_string()))? {
+                outbox.add(64, |message| message.lost.extend(lost.lost));
+            }
+        }
+        Ok(())
     }
 
     fn answer(self: &Arc<Self>, reply: Reply) {

@@ -14,11 +14,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headrace_core::credits::Taken;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{oneshot, Notify};
 
-use super::{channel, shares::Shares, worker::Books, Backoff, Outbox, MAX_MESSAGE_BYTES};
+use super::{
+    channel,
+    shares::{self, SharedBlocks, Shares},
+    worker::Books,
+    Backoff, Outbox, MAX_MESSAGE_BYTES,
+};
 use crate::{
     error::{ApiError, ErrorCode},
     plane::tls::Tls,
@@ -55,7 +59,6 @@ pub struct Scheduler {
 /// The pools by the names of their models: a pool may have thousands of workers, so requests share it.
 pub type Fleet = HashMap<String, Arc<Pool>>;
 
-#[derive(Default)]
 struct State {
     asks: HashMap<u64, Waiting>,
     leases: HashMap<u64, Held>,
@@ -67,7 +70,7 @@ struct State {
 /// A lease, as it is announced on the next stream, and the room of a share that it takes.
 struct Held {
     running: RunningLease,
-    taken: Option<Taken>,
+    taken: Option<shares::Placed>,
 }
 
 struct Waiting {
@@ -85,8 +88,8 @@ pub struct Lease {
 }
 
 impl Scheduler {
-    /// Starts the link.
-    pub fn start(router_id: String, address: String, tls: Option<Arc<Tls>>) -> Arc<Self> {
+    /// Starts the link. `blocks`: who holds which prefix blocks, as far as is known.
+    pub fn start(router_id: String, address: String, tls: Option<Arc<Tls>>, blocks: SharedBlocks) -> Arc<Self> {
         let scheduler = Arc::new(Self {
             router_id,
             address,
@@ -94,8 +97,10 @@ impl Scheduler {
             outbox: Arc::new(Outbox::default()),
             next_ask: AtomicU64::new(1),
             state: Mutex::new(State {
+                asks: HashMap::new(),
+                leases: HashMap::new(),
+                shares: Shares::new(blocks),
                 away_since: Some(Instant::now()),
-                ..State::default()
             }),
             fleet: RwLock::default(),
             connected: AtomicBool::new(false),
@@ -174,7 +179,7 @@ impl Scheduler {
             return None;
         }
         let (grant, taken) = state.shares.place(ask)?;
-        let worker = taken.worker;
+        let worker = taken.worker();
         let held = Held {
             running: running(ask, &grant),
             taken: Some(taken),

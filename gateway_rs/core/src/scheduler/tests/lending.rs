@@ -1,6 +1,6 @@
 //! The core that lends, against routers that place by themselves, over streams that keep their order and nothing else.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use proptest::prelude::*;
 use rand::{rngs::StdRng, Rng, SeedableRng};
@@ -155,7 +155,9 @@ impl World {
             choices,
             kv_tokens: kv_tokens(&ask),
         };
-        let taken = router.holder.place("pool", 10, room, &BTreeSet::new(), &mut self.dice);
+        let taken = router
+            .holder
+            .place("pool", 10, room, &BTreeMap::new(), &BTreeSet::new(), &mut self.dice);
         let Some(taken) = taken else {
             router.asked.insert(ask.number, choices);
             router.outgoing.push_back(Event::Asked { link: router.link, ask });

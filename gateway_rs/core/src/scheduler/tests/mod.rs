@@ -15,6 +15,7 @@
 
 mod lending;
 mod policy;
+mod prefixes;
 mod promises;
 mod properties;
 mod scenarios;
