@@ -162,10 +162,11 @@ class Context:
         self.trained_context = int(library.llama_model_n_ctx_train(self._model))
         self._logits: Floats | None = None
         self._logits_at = 0
-        self._interrupted = False
-        # Must outlive the context.
-        self._abort = library.ggml_abort_callback(lambda _: self._interrupted)
-        library.llama_set_abort_callback(self._context, self._abort, None)
+        # llama.cpp asks before each of a graph's thousand nodes, and a function of Python's would wait for the GIL each
+        # time. libc's strlen reads the answer without: an empty text is no.
+        self._interrupted = ctypes.create_string_buffer(2)
+        self._ask = ctypes.cast(ctypes.CDLL(None).strlen, library.ggml_abort_callback)
+        library.llama_set_abort_callback(self._context, self._ask, ctypes.addressof(self._interrupted))
         self._make_batch(batch_tokens)
 
     def _make_batch(self, size: int) -> None:
@@ -200,11 +201,11 @@ class Context:
 
     def interrupt(self) -> None:
         """Ends the ``decode`` under way, from any thread, until ``resume``."""
-        self._interrupted = True
+        self._interrupted.value = b"!"
 
     def resume(self) -> None:
         """Lets ``decode`` run again."""
-        self._interrupted = False
+        self._interrupted.value = b""
 
     def remove(self, sequence: int, start: int, end: int) -> None:
         """Gives up KV; ``end`` -1 = to the end."""
