@@ -179,7 +179,7 @@ class SchedulerConfig:
         True, "refuse what cannot meet its own deadline or target any more, once predictions can be trusted"
     )
     preempt: bool = setting(True, "put batch requests aside for interactive ones that find no room")
-    min_chunk_tokens: int = setting(128, "fewest prompt tokens beside decoding that a worker is told", minimum=1)
+    min_chunk_tokens: int = setting(256, "fewest prompt tokens beside decoding that a worker is told", minimum=1)
     max_chunk_tokens: int = setting(
         8192, "most prompt tokens beside decoding that a worker is told; 0 = workers keep their own", minimum=0
     )

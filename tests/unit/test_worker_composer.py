@@ -207,7 +207,10 @@ class World:
 
     def check_step(self, step: Step) -> None:
         assert len(step.rows) == len(step.outputs)
-        chunk_bound = self.composer.chunk_tokens if step.decodes else self.limits.idle_chunk_tokens
+        chunk_bound = self.composer.chunk_tokens
+        crowded = chunk_bound >= self.limits.chunk_tokens and len(step.decodes) < self.without_prompt()
+        if crowded or not step.decodes:
+            chunk_bound = max(chunk_bound, self.limits.idle_chunk_tokens)
         assert sum(chunk.count for chunk in step.chunks) == step.prefill_tokens <= chunk_bound
         assert all(chunk.count > 0 for chunk in step.chunks), "at least one id of each chunk is computed"
         in_step = [*step.decodes, *(chunk.sequence for chunk in step.chunks)]
@@ -217,6 +220,11 @@ class World:
         assert kv.used_blocks <= kv.total_blocks
         kept_in_kv = kv.cached_blocks if self.limits.keep_beside is None else 0
         assert kv.used_blocks + kept_in_kv <= kv.total_blocks
+
+    def without_prompt(self) -> int:
+        """Sequences whose prompt is not computed yet."""
+        running = [one for one in self.composer._running if one.lane is not None and not one.prefilled]
+        return len(self.composer._waiting) + len(running)
 
     def collect(self) -> None:
         deltas, changes = self.composer.take_results()
@@ -311,6 +319,23 @@ def test_prompts_are_chunked_beside_decoding_and_decoding_never_pauses() -> None
         assert step.prefill_tokens == 8
     assert len(world.answers[1, 0]) == 6
     assert len(world.answers[2, 0]) == 1
+
+
+def test_a_step_is_as_large_as_an_idle_one_while_more_wait_for_it_than_it_holds_up() -> None:
+    world = World(limits(slots=8, chunk_tokens=8, idle_chunk_tokens=16))
+    world.submit(request(0, list(range(100, 108)), max_tokens=50))
+    world.step()
+    for key in range(1, 5):
+        world.submit(request(key, list(range(key * 200, key * 200 + 12)), max_tokens=50))
+    # One is running and four wait; then two and three; then three and two; and so on.
+    assert [world.step().prefill_tokens for _ in range(5)] == [16, 16, 8, 8, 0]
+    world = World(limits(slots=8, chunk_tokens=8, idle_chunk_tokens=16))
+    world.composer.chunk_tokens = 4
+    world.submit(request(0, list(range(100, 108)), max_tokens=50))
+    world.step()
+    for key in range(1, 5):
+        world.submit(request(key, list(range(key * 200, key * 200 + 12)), max_tokens=50))
+    assert world.step().prefill_tokens == 4, "who asked for less gets less"
 
 
 def test_a_new_request_joins_the_next_step_and_leaves_at_once() -> None:

@@ -10,8 +10,8 @@ A core without clock, threads or engine. Its driver (``loop.py``, and tests) goe
 and may call ``submit`` and ``cancel`` at any point between, ``put_aside`` and ``go_on`` between steps. The rules:
 
 - Every sequence that decodes is in every step; beside them at most ``chunk_tokens`` of prompts are computed, first come
-  first served, so that no running stream waits longer than such a step. New sequences join at the next step, finished
-  ones leave at once.
+  first served, so that no running stream waits longer than such a step; ``idle_chunk_tokens`` while nothing decodes, or
+  more wait for their first token than decode. New sequences join at the next step, finished ones leave at once.
 - KV comes from ``kv.py`` with its hard bound. Blocks for a prompt are taken on admission, blocks for the answer when
   they are needed. When there are none left, what is only held for reuse goes first; then the youngest sequence is put
   back into the queue and will be computed again. The oldest can therefore always go on, and nothing deadlocks; what
@@ -61,7 +61,7 @@ class Limits:
     block_tokens: int
     context_tokens: int
     chunk_tokens: int
-    #: Prompt tokens in a step in which nothing decodes.
+    #: Prompt tokens in a step in which nothing decodes, or little beside what waits.
     idle_chunk_tokens: int
     max_waiting: int
     #: Blocks that the engine can keep for reuse beside its KV; None: it keeps them in it, as far as there is room.
@@ -333,10 +333,13 @@ class Composer:
         self._expire(now)
         self._compact()
         decodes: list[Sequence] = []
-        context = 0
+        context = beginning = 0
         for sequence in self._running:
             # An older one may have just pushed it out.
-            if sequence.lane is None or not sequence.prefilled:
+            if sequence.lane is None:
+                continue
+            if not sequence.prefilled:
+                beginning += 1
                 continue
             tokens = len(sequence.ids)
             if tokens > sequence.lane.blocks * self.limits.block_tokens and not self._grow(sequence, tokens, now):
@@ -344,7 +347,8 @@ class Composer:
             decodes.append(sequence)
             context += tokens
         rows, outputs = list(decodes), list(range(len(decodes)))
-        chunks = self._chunks(self.chunk_tokens if decodes else self._idle_chunk(), len(decodes), rows, outputs, now)
+        budget = self._budget(len(decodes), beginning)
+        chunks = self._chunks(budget, len(decodes), rows, outputs, now)
         prefill = 0
         for chunk in chunks:
             prefill += chunk.count
@@ -439,7 +443,13 @@ class Composer:
 
     # --- inside: choosing --------------------------------------------------------------------------------------------
 
-    def _idle_chunk(self) -> int:
+    def _budget(self, decoding: int, beginning: int) -> int:
+        """Prompt tokens of the next step: as few as running streams are owed, unless more requests wait for their first
+        token than would be held up (a burst then takes fewer steps, and all of it is done sooner)."""
+        beginning += min(len(self._waiting), self.slots - self._seated)
+        asked_for_less = self.chunk_tokens < self.limits.chunk_tokens
+        if decoding and (asked_for_less or beginning <= decoding):
+            return self.chunk_tokens
         return max(self.chunk_tokens, self.limits.idle_chunk_tokens)
 
     def _chunks(self, budget: int, output: int, rows: list[Sequence], outputs: list[int], now: float) -> list[Chunk]:
