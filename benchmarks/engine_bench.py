@@ -44,12 +44,13 @@ class PlainLoop:
 
     def __init__(self, folder: models.ModelFolder, config: WorkerConfig) -> None:
         assert folder.weights is not None
-        self.budget = 512
+        # The worker's own: so many beside what decodes, more while nothing does.
+        self.chunk_tokens, self.idle_chunk_tokens = config.chunk_tokens, 512
         self.context = Context(
             folder.weights,
             kv_tokens=config.kv_tokens,
             sequences=config.slots,
-            batch_tokens=config.slots + self.budget,
+            batch_tokens=config.slots + self.idle_chunk_tokens,
             threads=config.threads,
         )
 
@@ -75,7 +76,7 @@ class PlainLoop:
                 tokens[size], positions[size], sequences[size], wants[size] = state[0], state[1], lane, 1
                 rows.append(lane)
                 size += 1
-            budget = self.budget
+            budget = self.chunk_tokens if running else self.idle_chunk_tokens
             while waiting and budget:
                 lane, prompt, done = waiting[0]
                 count = min(budget, len(prompt) - done)
