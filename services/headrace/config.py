@@ -290,6 +290,13 @@ class WorkerConfig:
     trtllm_service: bool = setting(
         False, "serve trtllm.TrtllmService too, the protocol of trtllm-serve --grpc, for gateways that speak it"
     )
+    draft_tokens: int = setting(
+        # Off: answers that repeat their prompt gain, the others pay a little for trying.
+        0,
+        "llama_cpp engine: ids guessed ahead from the prompt in one step, as far as that pays; 0 = none",
+        minimum=0,
+        maximum=32,
+    )
     stall_timeout_s: float = setting(60.0, "a step that takes longer makes the worker unhealthy", minimum=0.1)
     drain_grace_s: float = setting(30.0, "time for running requests to finish after SIGTERM", minimum=0.0)
     sim_prefill_tokens_per_s: float = setting(8000.0, "sim engine: prompt tokens per second", minimum=0.001)

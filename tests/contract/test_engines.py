@@ -7,6 +7,7 @@ folder (marked ``gpu``). An engine added later joins by one more entry in ``ENGI
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -78,9 +79,18 @@ def trtllm_grpc() -> Engine:
     return Fronted(inner, standin.folder(1024, standin.EOS_IDS[:1]), CONFIG)
 
 
+def llama_cpp_guessing() -> BatchLoop:
+    from headrace import models
+    from headrace.worker.engines.llama_cpp import LlamaBackend
+
+    config = dataclasses.replace(CONFIG, draft_tokens=6)
+    return BatchLoop(LlamaBackend(models.prepare("embedded"), config), hash_blocks=names)
+
+
 ENGINES: dict[str, Callable[[], Engine]] = {
     "sim": sim,
     "llama_cpp": llama_cpp,
+    "llama_cpp guessing ahead": llama_cpp_guessing,
     "tensorrt_llm 1.2": lambda: tensorrt_llm("1.2.1"),
     "tensorrt_llm 1.4": lambda: tensorrt_llm("1.4.0rc4"),
     "tensorrt_llm on a GPU": tensorrt_llm_on_gpu,
@@ -88,6 +98,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 MARKS = {
     "llama_cpp": [pytest.mark.model],
+    "llama_cpp guessing ahead": [pytest.mark.model],
     "tensorrt_llm on a GPU": [
         pytest.mark.gpu,
         pytest.mark.skipif(not standin.REAL_MODEL, reason="needs a GPU and HEADRACE_TENSORRT_LLM_MODEL"),
@@ -440,3 +451,21 @@ async def test_penalties_change_what_is_said(real: Bench) -> None:
     assert len(set(plain)) < 24
     repeated = (await real.ask(PROMPT, max_tokens=24, ignore_eos=True, repetition_penalty=100.0))[0].ids
     assert not set(repeated) & set(PROMPT)
+
+
+async def test_what_is_guessed_ahead_is_what_would_have_been_said(real: Bench) -> None:
+    """With BF16 weights: others' logits move in their last bits with a batch's shape."""
+    description = real.engine.describe()
+    if "BF16" not in description.quantization.upper():
+        pytest.skip(f"needs BF16 weights, these are {description.quantization}")
+    words = [690, 198, 683, 359, 253, 356, 646, 1043, 877]
+    prompt = [1, *words * 4, *words[:3]]
+    before = real.engine.load()
+    free = (await real.ask(prompt, max_tokens=32, ignore_eos=True))[0].ids
+    # Log-probabilities are asked for, so nothing is guessed.
+    options = LogprobOptions(enabled=True)
+    exact = (await real.ask(prompt, max_tokens=32, ignore_eos=True, logprobs=options))[0].ids
+    assert free == exact
+    after = await real.at_rest()
+    guessed = after.draft_tokens_total - before.draft_tokens_total
+    assert guessed == 0 or after.accepted_draft_tokens_total > before.accepted_draft_tokens_total

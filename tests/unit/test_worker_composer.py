@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +24,7 @@ from headrace.worker.engine import (
     BlocksRemoved,
     BlocksStored,
     Delta,
+    Guided,
     LogprobOptions,
     Request,
     Sampling,
@@ -134,12 +137,17 @@ def next_id(sequence: Sequence) -> int:
     return hash((tuple(sequence.ids), sequence.choice)) % 90
 
 
+def often_said(text: list[int], choice: int) -> int:
+    """The same, of a text that repeats itself."""
+    return hash((tuple(text[-2:]), choice)) % 7
+
+
 @dataclass
 class World:
     """A composer, its fake engine and the answers as a client sees them."""
 
     limits: Limits
-    draw: Callable[[Sequence], int] = next_id
+    draw: Callable[[Any], int] = next_id
     hashing: bool = True
     now: float = 0.0
     answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -171,9 +179,10 @@ class World:
         step = self.composer.plan(self.now)
         self.check_step(step)
         self.kv.apply(step)
-        for sequence in step.decodes:
+        for place, sequence in enumerate(step.decodes):
             assert sequence.lane is not None
-            self.kv.compute(sequence.lane.id, sequence.ids, len(sequence.ids) - 1, 1)
+            draft = step.drafts.get(place, [])
+            self.kv.compute(sequence.lane.id, [*sequence.ids, *draft], len(sequence.ids) - 1, 1 + len(draft))
         for chunk in step.chunks:
             self.kv.compute(chunk.lane.id, chunk.sequence.ids, chunk.start, chunk.count)
         return step
@@ -189,8 +198,22 @@ class World:
             if chunk.all_logits
         }
         drawn = Drawn([self.draw(sequence) for sequence in step.rows], prompt_logprobs=prompt_logprobs)
+        drawn.further = {row: self.further(step.rows[row], draft, drawn.ids[row]) for row, draft in step.drafts.items()}
         self.composer.complete(step, drawn, self.now)
         self.collect()
+
+    def further(self, sequence: Sequence, draft: list[int], token: int) -> list[int]:
+        """What the model draws after each drafted id that it has drawn itself."""
+        ids, found = [*sequence.ids, token], []
+        for guessed in draft:
+            if guessed != token:
+                break
+            as_if = SimpleNamespace(ids=ids, choice=sequence.choice, request=sequence.request)
+            as_if.drawn = len(ids) - sequence.prompt_tokens
+            token = self.draw(as_if)
+            ids.append(token)
+            found.append(token)
+        return found
 
     def step(self) -> Step:
         step = self.plan()
@@ -212,6 +235,7 @@ class World:
         if crowded or not step.decodes:
             chunk_bound = max(chunk_bound, self.limits.idle_chunk_tokens)
         assert sum(chunk.count for chunk in step.chunks) == step.prefill_tokens <= chunk_bound
+        assert all(0 < len(draft) <= self.limits.draft_tokens for draft in step.drafts.values())
         assert all(chunk.count > 0 for chunk in step.chunks), "at least one id of each chunk is computed"
         in_step = [*step.decodes, *(chunk.sequence for chunk in step.chunks)]
         in_step += [twin for chunk in step.chunks for twin, _ in chunk.forks]
@@ -617,18 +641,28 @@ events = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(events=events, kv_blocks=st.integers(8, 40), beside=st.none() | st.integers(0, 30), seed=st.integers(0, 9))
+@given(
+    events=events,
+    kv_blocks=st.integers(8, 40),
+    beside=st.none() | st.integers(0, 30),
+    drafts=st.sampled_from([0, 1, 5]),
+    seed=st.integers(0, 9),
+)
 def test_any_interleaving_keeps_the_books(
-    events: list[tuple[str, object]], kv_blocks: int, beside: int | None, seed: int
+    events: list[tuple[str, object]], kv_blocks: int, beside: int | None, drafts: int, seed: int
 ) -> None:
     dice = random.Random(seed)
     ends = {}
 
+    def says(text: list[int], choice: int) -> int:
+        return often_said(text, choice) if drafts else hash((tuple(text), choice)) % 90
+
     def draw(sequence: Sequence) -> int:
         place = (sequence.request.key, sequence.choice, sequence.drawn)
-        return ends.setdefault(place, EOS if dice.random() < 0.1 else next_id(sequence))
+        return ends.setdefault(place, EOS if dice.random() < 0.1 else says(sequence.ids, sequence.choice))
 
-    world = World(limits(kv_blocks=kv_blocks, keep_beside=beside, context_tokens=60), draw=draw)
+    bounds = limits(kv_blocks=kv_blocks, keep_beside=beside, context_tokens=60, draft_tokens=drafts)
+    world = World(bounds, draw=draw)
     cancelled: set[int] = set()
     key = 0
     for what, value in events:
@@ -689,6 +723,41 @@ def test_any_interleaving_keeps_the_books(
         text = list(world.requests[key].prompt_ids)
         for index, token in enumerate(answer):
             assert token == ends[key, choice, index]
-            assert token == EOS or token == hash((tuple(text), choice)) % 90
+            assert token == EOS or token == says(text, choice)
             text.append(token)
     world.check_rest()
+
+
+def test_what_is_guessed_right_saves_steps_and_changes_no_id() -> None:
+    def draw(sequence: Sequence) -> int:
+        return often_said(sequence.ids, sequence.choice)
+
+    answers, steps = [], []
+    for drafts in (0, 4):
+        world = World(limits(draft_tokens=drafts), draw=draw)
+        world.submit(request(1, [1, 2, 3, 1, 2, 3, 1, 2], max_tokens=40, ignore_eos=True))
+        world.run()
+        answers.append(world.answers[1, 0])
+        steps.append(len(world.steps))
+        assert world.outcomes[1, 0] == LENGTH
+        load = world.composer.load(0)
+        assert (load.draft_tokens_total > 0) == (drafts > 0)
+        assert load.accepted_draft_tokens_total <= load.draft_tokens_total
+        world.check_rest()
+    assert answers[0] == answers[1]
+    assert steps[1] < 0.6 * steps[0]
+
+
+def test_nothing_is_guessed_where_more_than_the_logits_decides() -> None:
+    for changes in (
+        {"sampling": Sampling(temperature=1.0)},
+        {"sampling": Sampling(frequency_penalty=1.0)},
+        {"sampling": Sampling(logit_bias={3: 1.0})},
+        {"logprobs": LogprobOptions(enabled=True)},
+        {"guided": Guided("regex", "a*")},
+        {"stopping": Stopping(30, min_tokens=2)},
+    ):
+        world = World(limits(draft_tokens=4), draw=lambda sequence: often_said(sequence.ids, sequence.choice))
+        world.submit(Request(**({"key": 1, "prompt_ids": [1, 2, 3, 1, 2, 3], "stopping": Stopping(30)} | changes)))
+        world.run()
+        assert not any(step.drafts for step in world.steps), changes

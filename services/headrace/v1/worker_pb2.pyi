@@ -200,7 +200,7 @@ class GetLoadResponse(_message.Message):
     def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("state", "waiting_requests", "running_requests", "waiting_prompt_tokens", "running_prompt_tokens", "context_tokens", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached", "slots", "iteration", "steps", "prompt_tokens_total", "cached_prompt_tokens_total", "completion_tokens_total")
+    __slots__ = ("state", "waiting_requests", "running_requests", "waiting_prompt_tokens", "running_prompt_tokens", "context_tokens", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached", "slots", "iteration", "steps", "prompt_tokens_total", "cached_prompt_tokens_total", "completion_tokens_total", "draft_tokens_total", "accepted_draft_tokens_total")
     STATE_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +216,8 @@ class Load(_message.Message):
     PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     waiting_requests: int
     running_requests: int
@@ -231,7 +233,9 @@ class Load(_message.Message):
     prompt_tokens_total: int
     cached_prompt_tokens_total: int
     completion_tokens_total: int
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., running_prompt_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., slots: _Optional[int] = ..., iteration: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepReport, _Mapping]]] = ..., prompt_tokens_total: _Optional[int] = ..., cached_prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ...) -> None: ...
+    draft_tokens_total: int
+    accepted_draft_tokens_total: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., running_prompt_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., slots: _Optional[int] = ..., iteration: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepReport, _Mapping]]] = ..., prompt_tokens_total: _Optional[int] = ..., cached_prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., draft_tokens_total: _Optional[int] = ..., accepted_draft_tokens_total: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("prefill_tokens", "decode_tokens", "context_tokens", "duration_us")

@@ -18,6 +18,8 @@ and may call ``submit`` and ``cancel`` at any point between, ``put_aside`` and `
   could not fit alone is refused on submission.
 - Order is by arrival; a class lower than interactive is treated as if it had come so much later. That puts classes in
   order and starves none.
+- Where it pays, ids are guessed ahead for sequences that decode (``drafts.py``), and computed in the same step. What
+  the model would not have drawn is given up again.
 - Choices are sequences of their own: the first computes the prompt, the others share its blocks.
 - Every choice ends exactly once, with an outcome.
 """
@@ -33,6 +35,7 @@ from typing import Any
 
 from headrace.errors import error
 from headrace.v1 import types_pb2, worker_pb2
+from headrace.worker.drafts import Lookup, Speculation
 from headrace.worker.engine import (
     BlockChange,
     Delta,
@@ -66,6 +69,8 @@ class Limits:
     max_waiting: int
     #: Blocks that the engine can keep for reuse beside its KV; None: it keeps them in it, as far as there is room.
     keep_beside: int | None = None
+    #: Ids that may be guessed ahead for each sequence in a step; 0 = none.
+    draft_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -80,6 +85,8 @@ class Drawn:
     errors: Mapping[int, types_pb2.Error] = field(default_factory=dict)
     #: For chunks that ask for them: the prompt's log-probabilities, by the chunk's place in the step.
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
+    #: For rows with a draft: the ids after the row's own, one for each drafted id that was drawn.
+    further: Mapping[int, list[int]] = field(default_factory=dict)
 
 
 class Sequence:
@@ -93,6 +100,7 @@ class Sequence:
         "ids",
         "kv_block_s",
         "lane",
+        "lookup",
         "order",
         "prefilled",
         "prompt_tokens",
@@ -118,6 +126,8 @@ class Sequence:
         self.kv_block_s = 0.0
         self._blocks_since_s = 0.0
         self.sampler: Any = None
+        #: Set when ids may be guessed ahead for it.
+        self.lookup: Lookup | None = None
 
     @property
     def drawn(self) -> int:
@@ -199,6 +209,14 @@ class Step:
     outputs: list[int]
     prefill_tokens: int
     context_tokens: int
+    #: By place in ``decodes``: ids to compute after the last one; each has an output too.
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    planned_s: float = 0.0
+
+    @property
+    def decode_tokens(self) -> int:
+        """Computed for sequences that decode, drafts included; the first so many outputs are theirs."""
+        return len(self.decodes) + sum(map(len, self.drafts.values()))
 
     @property
     def empty(self) -> bool:
@@ -220,6 +238,7 @@ class Composer:
             keep=keep_prefixes,
             keep_beside=limits.keep_beside,
         )
+        self.speculation = Speculation(limits.draft_tokens)
         self._states: dict[int, _RequestState] = {}
         #: Both in order.
         self._waiting: list[Sequence] = []
@@ -346,20 +365,30 @@ class Composer:
                 continue
             decodes.append(sequence)
             context += tokens
+        # A prompt that waits is computed first: drafts are for what would else be the step's idle width.
+        quiet = self.limits.draft_tokens and not beginning and not self._waiting
+        drafts = self._drafts(decodes, now) if quiet else {}
         rows, outputs = list(decodes), list(range(len(decodes)))
-        budget = self._budget(len(decodes), beginning)
-        chunks = self._chunks(budget, len(decodes), rows, outputs, now)
+        output = len(decodes)
+        if drafts:
+            outputs, output = [], 0
+            for place in range(len(decodes)):
+                outputs.append(output)
+                output += 1 + len(drafts.get(place, ()))
+        chunks = self._chunks(self._budget(len(decodes), beginning), output, rows, outputs, now)
         prefill = 0
         for chunk in chunks:
             prefill += chunk.count
-        return Step(self.kv.take_operations(), decodes, chunks, rows, outputs, prefill, context)
+        return Step(self.kv.take_operations(), decodes, chunks, rows, outputs, prefill, context, drafts, now)
 
     def complete(self, step: Step, drawn: Drawn, now: float) -> None:
         """The step has been computed, and these ids were drawn."""
         for place, chunk in enumerate(step.chunks):
             self._computed(chunk, drawn.prompt_logprobs.get(place), now)
+        if self.limits.draft_tokens and not step.chunks and step.decodes:
+            self.speculation.step_took(step.decode_tokens, now - step.planned_s)
         logprobs, errors, ended = drawn.logprobs, drawn.errors, drawn.ended
-        plain = not (logprobs or errors or ended)
+        plain = not (logprobs or errors or ended or step.drafts)
         for row, (sequence, token) in enumerate(zip(step.rows, drawn.ids, strict=True)):
             # Cancelled while it was computed.
             if sequence.lane is None:
@@ -370,6 +399,8 @@ class Composer:
                 self._end(sequence, types_pb2.OUTCOME_FAILED, now, errors[row])
             else:
                 self._append(sequence, token, logprobs.get(row), row in ended, now)
+                if row in step.drafts:
+                    self._take_draft(sequence, step.drafts[row], drawn.further.get(row, []), now)
 
     def abandon(self, step: Step, now: float) -> None:
         """The step was broken off: whatever it had computed is undone and will be computed again."""
@@ -439,7 +470,55 @@ class Composer:
             prompt_tokens_total=self.prompt_tokens_total,
             cached_prompt_tokens_total=self.cached_prompt_tokens_total,
             completion_tokens_total=self.completion_tokens_total,
+            draft_tokens_total=self.speculation.drafted_total,
+            accepted_draft_tokens_total=self.speculation.accepted_total,
         )
+
+    # --- inside: guessing ahead --------------------------------------------------------------------------------------
+
+    def _drafts(self, decodes: list[Sequence], now: float) -> dict[int, list[int]]:
+        """Ids guessed for this step, by place; only into room that nobody else asks for."""
+        found: dict[int, list[int]] = {}
+        for place, sequence in enumerate(decodes):
+            lookup, lane = sequence.lookup, sequence.lane
+            if lookup is None or lane is None:
+                continue
+            # The id that is due is not one of them.
+            left = min(self.limits.draft_tokens, sequence.state.context_left - sequence.drawn - 1)
+            if left > 0 and (draft := lookup.draft(sequence.ids, left)):
+                found[place] = draft
+        if not found:
+            return found
+        lookups = {place: lookup for place in found if (lookup := decodes[place].lookup) is not None}
+        count = self.speculation.count([lookup.acceptance for lookup in lookups.values()], len(decodes))
+        if count == 0:
+            for lookup in lookups.values():
+                lookup.rest()
+            return {}
+        fitting = {place: self._fit(decodes[place], draft[:count], now) for place, draft in found.items()}
+        return {place: draft for place, draft in fitting.items() if draft}
+
+    def _fit(self, sequence: Sequence, draft: list[int], now: float) -> list[int]:
+        lane = sequence.lane
+        assert lane is not None
+        # Each of those seated may need a block soon.
+        if self.kv.available_blocks > self._seated:
+            sequence.settle(now)
+            self.kv.grow(lane, len(sequence.ids) + len(draft))
+        return draft[: lane.blocks * self.limits.block_tokens - len(sequence.ids)]
+
+    def _take_draft(self, sequence: Sequence, draft: list[int], further: list[int], now: float) -> None:
+        """The ids that the draft has saved steps for; what was computed beyond them is given up."""
+        lookup = sequence.lookup
+        assert lookup is not None
+        self.speculation.learn(lookup, len(draft), len(further))
+        for token in further:
+            if sequence.lane is None:
+                # It has ended.
+                return
+            self._append(sequence, token, None, False, now)
+        if sequence.lane is not None and len(further) < len(draft):
+            self.kv.undo(sequence.lane, sequence.computed)
 
     # --- inside: choosing --------------------------------------------------------------------------------------------
 
@@ -581,6 +660,8 @@ class Composer:
         if not chunk.last:
             return
         sequence.prefilled = True
+        if self.limits.draft_tokens and sequence.lookup is None and _can_guess(sequence.request):
+            sequence.lookup = Lookup()
         for twin, twin_lane in chunk.forks:
             if twin.lane is twin_lane:
                 twin.settle(now)
@@ -699,6 +780,15 @@ class Composer:
 
     def _compact(self) -> None:
         self._running = [sequence for sequence in self._running if sequence.lane is not None]
+
+
+def _can_guess(request: Request) -> bool:
+    """Its ids follow from the logits alone, so that a draft can be held against them."""
+    sampling = request.sampling
+    greedy = sampling.temperature == 0 or sampling.top_k == 1
+    penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    plain = penalties == (1.0, 0.0, 0.0) and not sampling.logit_bias and request.guided is None
+    return greedy and plain and not request.logprobs.enabled and not request.stopping.min_tokens
 
 
 def _order(sequence: Sequence) -> tuple[float, int, int]:

@@ -284,7 +284,7 @@ class BatchLoop:
                 composer.complete(step, drawn, ended)
                 if not step.empty:
                     self._iteration += 1
-                    cost = StepCost(step.prefill_tokens, len(step.decodes), step.context_tokens, ended - now)
+                    cost = StepCost(step.prefill_tokens, step.decode_tokens, step.context_tokens, ended - now)
                     now = ended
             except Interrupted:
                 composer.abandon(step, self._clock())

@@ -72,6 +72,9 @@ class KvState:
     used_blocks: int = 0
     #: Blocks that can be found again, also those in use.
     held_blocks: int = 0
+    #: Since start: ids guessed ahead, and those of them that were right.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Run:
@@ -323,7 +326,7 @@ class SelfBatched:
     def load(self) -> worker_pb2.Load:
         """See ``Engine.load``."""
         running = [sequence for sequence in self._running if not sequence.state.internal]
-        kv = self._driver.kv() if self._running else KvState(0, self._driver.kv().held_blocks)
+        kv = self._driver.kv()
         prompt, cached, completion = self._totals
         return worker_pb2.Load(
             waiting_requests=len(self._waiting),
@@ -332,9 +335,11 @@ class SelfBatched:
             running_prompt_tokens=sum(len(sequence.request.prompt_ids) for sequence in running if not sequence.ids),
             context_tokens=self._context_tokens(),
             kv_blocks_total=self._room.kv_blocks,
-            kv_blocks_used=kv.used_blocks,
-            # Both are the engine's words of different moments.
-            kv_blocks_cached=max(0, kv.held_blocks - kv.used_blocks),
+            # What the engine says is of a moment ago.
+            kv_blocks_used=kv.used_blocks if self._running else 0,
+            kv_blocks_cached=max(0, kv.held_blocks - (kv.used_blocks if self._running else 0)),
+            draft_tokens_total=kv.drafted_tokens,
+            accepted_draft_tokens_total=kv.accepted_tokens,
             slots=self._slots,
             iteration=self._iteration,
             prompt_tokens_total=prompt,

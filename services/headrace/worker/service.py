@@ -165,6 +165,10 @@ class WorkerMetrics(Collector):
         tokens.add_metric(["cached_prompt"], load.cached_prompt_tokens_total)
         tokens.add_metric(["completion"], load.completion_tokens_total)
         yield tokens
+        drafts = CounterMetricFamily("headrace_worker_draft_tokens", "Ids guessed ahead, by fate", labels=["fate"])
+        drafts.add_metric(["accepted"], load.accepted_draft_tokens_total)
+        drafts.add_metric(["refused"], load.draft_tokens_total - load.accepted_draft_tokens_total)
+        yield drafts
         yield CounterMetricFamily("headrace_worker_iterations", "Engine iterations", value=load.iteration)
 
 

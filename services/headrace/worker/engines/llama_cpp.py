@@ -73,12 +73,13 @@ class LlamaBackend:
             chunk_tokens=chunk,
             idle_chunk_tokens=max(chunk, min(_IDLE_CHUNK_TOKENS, config.kv_tokens)),
             max_waiting=config.max_waiting,
+            draft_tokens=config.draft_tokens,
         )
         self._context = Context(
             self._weights,
             kv_tokens=config.kv_tokens,
             sequences=config.slots + 1,
-            batch_tokens=config.slots + limits.idle_chunk_tokens,
+            batch_tokens=config.slots * (1 + config.draft_tokens) + limits.idle_chunk_tokens,
             threads=config.threads,
         )
         if self._context.vocabulary.size != folder.vocab_size:
@@ -191,8 +192,10 @@ class LlamaBackend:
         """Writes the step into the batch; its places, and those of them that give logits."""
         tokens, positions = context.tokens, context.positions
         sequence_ids, wants = context.sequence_ids, context.wants_logits
-        size = outputs = len(step.decodes)
-        if size:
+        size = outputs = step.decode_tokens
+        if step.drafts:
+            self._fill_drafts(context, step)
+        elif size:
             tokens[:size] = [sequence.ids[-1] for sequence in step.decodes]
             positions[:size] = [len(sequence.ids) - 1 for sequence in step.decodes]
             sequence_ids[:size] = [sequence.lane.id for sequence in step.decodes]  # type: ignore[union-attr]
@@ -210,12 +213,28 @@ class LlamaBackend:
             size = end
         return size, outputs
 
+    def _fill_drafts(self, context: Context, step: Step) -> None:
+        end = 0
+        for place, sequence in enumerate(step.decodes):
+            ids = [sequence.ids[-1], *step.drafts.get(place, ())]
+            start, end = end, end + len(ids)
+            context.tokens[start:end] = ids
+            context.positions[start:end] = np.arange(len(sequence.ids) - 1, len(sequence.ids) - 1 + len(ids))
+            context.sequence_ids[start:end] = sequence.lane.id  # type: ignore[union-attr]
+        context.wants_logits[:end] = 1
+
     def _draw(self, step: Step, logits: Floats) -> Drawn:
         rows, outputs = step.rows, step.outputs
         samplers = [sequence.sampler or self._sampler(sequence) for sequence in rows]
         # One pass for all; the rows with conditions are drawn again below.
-        ids: list[int] = logits.argmax(axis=1)[outputs].tolist() if rows else []
+        best = logits.argmax(axis=1) if rows else None
+        ids: list[int] = best[outputs].tolist() if best is not None else []
         drawn = Drawn(ids)
+        if best is not None and step.drafts:
+            drawn.further = {
+                row: _further(draft, best[outputs[row] : outputs[row] + len(draft) + 1].tolist())
+                for row, draft in step.drafts.items()
+            }
         logprobs: dict[int, TokenLogprobs] = {}
         errors: dict[int, types_pb2.Error] = {}
         ended: list[int] = []
@@ -271,7 +290,7 @@ class LlamaBackend:
 
     def _of_prompts(self, step: Step, logits: Floats) -> dict[int, list[TokenLogprobs]]:
         found: dict[int, list[TokenLogprobs]] = {}
-        output = len(step.decodes)
+        output = step.decode_tokens
         for place, chunk in enumerate(step.chunks):
             if chunk.all_logits:
                 found[place] = _of_prompt(chunk, logits[output:])
@@ -300,6 +319,16 @@ class _Refused:
 def _refused(sequence: Sequence, why: types_pb2.Error) -> _Refused:
     refused = sequence.sampler = _Refused(why)
     return refused
+
+
+def _further(draft: list[int], best: list[int]) -> list[int]:
+    """The ids after the first of ``best``, each drawn after one more of the drafted ids that had been drawn itself."""
+    further = []
+    for guessed, token, following in zip(draft, best, best[1:], strict=False):
+        if guessed != token:
+            break
+        further.append(following)
+    return further
 
 
 def _of_prompt(chunk: Chunk, logits: Floats) -> list[TokenLogprobs]:

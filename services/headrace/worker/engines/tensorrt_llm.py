@@ -78,7 +78,6 @@ class TensorRtLlm:
         self._kv = KvState()
         self._closing = False
         self._watch: asyncio.Task[None] | None = None
-        self.drafted_tokens = self.accepted_tokens = 0
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -336,8 +335,7 @@ class TensorRtLlm:
         blocks: list[Any],
         numbers: tuple[int, int, int, int],
     ) -> None:
-        used, held, self.drafted_tokens, self.accepted_tokens = numbers
-        self._kv = KvState(used, held)
+        self._kv = KvState(*numbers)
         runs = self._runs
         for number, ids, logprobs, end, cached, why in out:
             run = runs.get(number)
