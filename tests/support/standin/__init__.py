@@ -85,11 +85,16 @@ def engine(
     )
 
 
+def real_folder() -> ModelFolder:
+    """The checkpoint's text side."""
+    return models.prepare(REAL_MODEL, weights=False)
+
+
 def real_engine(worker: WorkerConfig, *, kv_tokens: int, context_tokens: int) -> SelfBatched:
     """The same around the real TensorRT-LLM."""
     model = ModelConfig(name=MODEL.name, source=REAL_MODEL)
     settings = TensorRtLlmConfig(sampler_type="TRTLLMSampler", canary_s=0.0, kv_cache_max_tokens=kv_tokens)
-    real = dataclasses.replace(models.prepare(REAL_MODEL, weights=False), context_tokens=context_tokens)
+    real = dataclasses.replace(real_folder(), context_tokens=context_tokens)
     return SelfBatched(
         TensorRtLlm(real, worker, model, settings),
         slots=worker.slots,
