@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,17 @@ class Process:
     """One command of headrace as a process of its own; what it logs goes to a file."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], log: Path, *, death: signal.Signals = signal.SIGKILL
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        death: signal.Signals = signal.SIGKILL,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """It gets the signal `death` when this thread is gone: a test run that is killed leaves nothing behind."""
+        more = dict(environment or {})
+        paths = os.pathsep.join(filter(None, (str(SERVICES), more.pop("PYTHONPATH", ""))))
         self.name = name
         self.log = log
         with log.open("ab") as errors:
@@ -68,7 +76,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 # Spans are sent soon, where they are sent at all.
-                env=os.environ | {"PYTHONPATH": str(SERVICES), "OTEL_BSP_SCHEDULE_DELAY": "100"},
+                env=os.environ | more | {"PYTHONPATH": paths, "OTEL_BSP_SCHEDULE_DELAY": "100"},
                 start_new_session=True,
             )
 
@@ -145,12 +153,15 @@ class Mesh:
         worker: dict[str, Any] | None = None,
         otlp_endpoint: str = "",
         tls: dict[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`sources` are further models by name, as a configuration gives them; `worker` starts a real worker.
+        """`sources` are further models by name, as a configuration gives them; `worker` starts a real worker, with
+        `environment` beside this process's.
 
         `tls`: that table of the configuration. Scripted workers need it too, and a lab speaks plain text only.
         """
         self.folder = folder
+        self._environment = environment
         self.models = {model.name: model for model in models}
         self._sources = sources or {}
         self._settings = {
@@ -206,7 +217,7 @@ class Mesh:
         key = key or name
         file = self.folder / f"{key}.toml"
         file.write_text(toml)
-        process = Process(key, [name, "--config", str(file)], self.folder / f"{key}.log")
+        process = Process(key, [name, "--config", str(file)], self.folder / f"{key}.log", environment=self._environment)
         self.processes[key] = process
         return process
 
