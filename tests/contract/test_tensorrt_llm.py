@@ -420,3 +420,21 @@ async def test_clients_are_told_when_the_engine_dies() -> None:
     finally:
         await service.stop()
         await server.stop(0)
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.4.0rc4"])
+async def test_classes_become_priorities(version: str) -> None:
+    """Of KV in every release, of the request where the release has it: the stand-in checks both."""
+    async with started(version=version) as bench:
+        for class_ in (types_pb2.REQUEST_CLASS_INTERACTIVE, types_pb2.REQUEST_CLASS_BATCH):
+            (answer,) = await bench.ask(prompt(30), max_tokens=3, ignore_eos=True, request_class=class_)
+            assert len(answer.ids) == 3
+    settings = {"interactive_retention_priority": 101}
+    async with started(version=version, settings=settings) as bench:
+        (answer,) = await bench.ask(
+            prompt(30), max_tokens=3, ignore_eos=True, request_class=types_pb2.REQUEST_CLASS_INTERACTIVE
+        )
+        assert answer.finish is not None
+        assert answer.finish.outcome == types_pb2.OUTCOME_REJECTED
+        assert answer.finish.error is not None
+        assert "priority must be from 0 to 100" in answer.finish.error.message
