@@ -245,6 +245,18 @@ async def test_an_abort_that_is_not_heard_is_not_waited_for(monkeypatch: pytest.
         assert bench.engine.load().running_requests == 0
 
 
+async def test_an_abort_on_the_heels_of_its_request_is_heard() -> None:
+    """Both reach the engine's process in one frame."""
+    async with started() as bench:
+        request = bench.submit(prompt(30), max_tokens=900, ignore_eos=True)
+        bench.engine.cancel(request.key, None, CANCELLED)
+        (answer,) = await bench.ended(request)
+        assert answer.finish is not None
+        assert (answer.ids, answer.finish.outcome) == ([], CANCELLED)
+        # It would have taken 900.
+        assert (await bench.at_rest()).iteration < 100
+
+
 async def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
     seed = random.randrange(1 << 32)
     dice = random.Random(seed)

@@ -377,3 +377,53 @@ async def test_any_interleaving_ends_each_choice_once() -> None:
             assert len(desk.ids(key, choice)) <= 5, f"seed {seed}"
     assert desk.engine.load().running_requests == desk.engine.load().waiting_requests == 0
     await desk.engine.stop()
+
+
+async def test_a_run_that_the_engine_has_lost_fails_while_others_go_on() -> None:
+    desk = await Desk(stall_timeout_s=5.0).start()
+    desk.submit(1)
+    desk.submit(2)
+    lost, other = desk.driver.runs
+    desk.driver.say(lost, 5)
+    desk.driver.say(other, 5)
+    desk.now += 4.0
+    desk.driver.say(other, 6)
+    desk.now += 4.0
+    desk.driver.say(other, 7)
+    await until(lambda: desk.driver.aborted == [lost])
+    desk.driver.say(lost, end=CANCELLED)
+    desk.driver.say(other, EOS, end=STOP)
+    assert desk.ends() == {(1, 0): FAILED, (2, 0): STOP}
+    failed = next(delta.finish for delta in desk.deltas if delta.key == 1 and delta.finish is not None)
+    assert failed.error is not None
+    assert failed.error.retryable
+    assert "nothing of it for 5 s, while others went on" in failed.error.message
+    assert desk.failures == []
+    await desk.engine.stop()
+
+
+async def test_an_engine_that_stops_what_nobody_cancelled_has_failed_it(desk: Desk) -> None:
+    desk.submit(1)
+    desk.driver.say(desk.driver.runs[0], 5, end=CANCELLED)
+    assert desk.ends() == {(1, 0): FAILED}
+
+
+async def test_time_put_aside_is_no_silence() -> None:
+    desk = await Desk(stall_timeout_s=5.0).start()
+    desk.submit(1)
+    desk.submit(2)
+    aside, other = desk.driver.runs
+    desk.driver.say(aside, 5)
+    desk.driver.say(other, 5)
+    desk.engine.put_aside(1)
+    desk.driver.say(aside, end=CANCELLED)
+    for token in (6, 7, 8):
+        desk.now += 4.0
+        desk.driver.say(other, token)
+    desk.engine.go_on(1)
+    desk.driver.say(other, EOS, end=STOP)
+    desk.engine._end_lost()
+    assert desk.driver.aborted == [aside]
+    desk.driver.say(desk.driver.runs[2], EOS, end=STOP)
+    assert desk.ends() == {(1, 0): STOP, (2, 0): STOP}
+    await desk.engine.stop()

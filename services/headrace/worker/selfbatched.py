@@ -10,6 +10,8 @@ compose it themselves: they are given *runs*, one for each choice of a request, 
   told when the engine has stopped; an engine that does not stop within ``ABORT_TIMEOUT_S`` is not waited for.
 - To put a request aside is to abort its runs and to begin them again from their ids; a grammar could not follow, so
   a guided request goes on.
+- A run that had begun to answer and brings nothing for ``stall_timeout_s``, while others go on, has been lost by the
+  engine: it is stopped, and fails.
 - An engine with runs and without a sign of life for ``stall_timeout_s`` hangs. When it is quiet, a *canary* of one
   token is sent now and then, so that a dead engine is found before a request is. What hangs so does not come back: the
   driver ends it, and the failure is reported.
@@ -159,6 +161,7 @@ class _Sequence:
         "began_s",
         "choice",
         "ended",
+        "heard_s",
         "ids",
         "kv_block_s",
         "max_tokens",
@@ -167,6 +170,7 @@ class _Sequence:
         "run",
         "started",
         "state",
+        "why",
     )
 
     def __init__(self, state: _State, choice: int, order: tuple[float, int, int], max_tokens: int) -> None:
@@ -184,6 +188,9 @@ class _Sequence:
         self.began_s = 0.0
         #: Its run is being stopped: to end so; or, with UNSPECIFIED, to be begun again.
         self.aborting: Outcome | None = None
+        self.why: types_pb2.Error | None = None
+        #: When the engine last brought ids of it.
+        self.heard_s = 0.0
         self.kv_block_s = 0.0
 
 
@@ -384,6 +391,7 @@ class SelfBatched:
             # Its end has been decided; what still comes is nobody's.
             return
         sequence.ids += ids
+        sequence.heard_s = self._alive_s
         if not state.internal:
             self._deltas.append(delta)
 
@@ -401,7 +409,10 @@ class SelfBatched:
                 self._enqueue(sequence)
             return
         if aborting:
-            outcome, why = aborting, None
+            outcome, why = aborting, sequence.why
+        elif outcome == CANCELLED:
+            outcome = FAILED
+            why = error(types_pb2.ERROR_CODE_INTERNAL, "the engine stopped it, and nobody had asked", retryable=True)
         elif outcome == LENGTH and sequence.ids and sequence.ids[-1] in sequence.state.end_ids:
             # Both at once: the engine looks at the length first.
             outcome = STOP
@@ -473,7 +484,7 @@ class SelfBatched:
                 # It owes something from now on.
                 self._alive_s = now
             run = sequence.run = Run(next(self._numbers), sequence)
-            sequence.began_s = now
+            sequence.began_s = sequence.heard_s = now
             if sequence.state.admitted_s is None:
                 sequence.state.admitted_s = now
             self._running.add(sequence)
@@ -489,12 +500,13 @@ class SelfBatched:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def _end_early(self, sequence: _Sequence, outcome: Outcome) -> None:
+    def _end_early(self, sequence: _Sequence, outcome: Outcome, why: types_pb2.Error | None = None) -> None:
         if sequence.ended:
             return
+        sequence.why = sequence.why or why
         if sequence.run is None:
             self._dequeue(sequence)
-            self._finish(sequence, outcome, None)
+            self._finish(sequence, outcome, why)
         elif sequence.aborting is None:
             sequence.aborting = outcome
             self._abort(sequence)
@@ -577,8 +589,19 @@ class SelfBatched:
             if (age_s := self.step_age_s()) > self._stall_timeout_s:
                 self._driver.kill()
                 self.failed(f"no sign of life for {age_s:.1f} s (limit {self._stall_timeout_s:g} s)")
-            elif self._canary_s and not self._running and self._clock() - self._busy_s > self._canary_s:
+                continue
+            self._end_lost()
+            if self._canary_s and not self._running and self._clock() - self._busy_s > self._canary_s:
                 self._take(_canary(next(self._numbers)), internal=True)
+
+    def _end_lost(self) -> None:
+        before_s = self._alive_s - self._stall_timeout_s
+        for sequence in [each for each in self._running if each.ids and each.heard_s < before_s]:
+            if sequence.aborting is None:
+                text = f"the engine brought nothing of it for {self._stall_timeout_s:g} s, while others went on"
+                why = error(types_pb2.ERROR_CODE_INTERNAL, text, retryable=True)
+                log.warning("a run is lost: %s", text)
+                self._end_early(sequence, FAILED, why)
 
 
 def _canary(number: int) -> Request:

@@ -254,6 +254,8 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._link = Frames(self._on_commands, self._on_parent_gone)
         self._results: dict[int, Any] = {}
+        #: Runs that have been asked for, and not begun.
+        self._beginning: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._out: list[tuple[Any, ...]] = []
@@ -332,12 +334,17 @@ class Server:
     def _on_commands(self, commands: list[tuple[str, Any]]) -> None:
         for what, value in commands:
             if what == "begin":
+                self._beginning.add(value["run"])
                 task = asyncio.create_task(self._run(value["run"], value))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             elif what == "abort":
-                result = self._results.get(value)
-                if result is not None:
+                if value in self._beginning:
+                    # Its task has not had its turn yet.
+                    self._beginning.discard(value)
+                    self._out.append((value, [], None, "cancelled", 0, None))
+                    self._flush_soon()
+                elif (result := self._results.get(value)) is not None:
                     result.abort()
             else:
                 self._stopping.set()
@@ -350,6 +357,9 @@ class Server:
     async def _run(self, run: int, wire: dict[str, Any]) -> None:
         """One request, from its beginning to its end."""
         out, sent = self._out, 0
+        if run not in self._beginning:
+            return
+        self._beginning.discard(run)
         try:
             if self._events is not None:
                 with self._scope_lock:
