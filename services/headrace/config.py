@@ -390,6 +390,17 @@ class TensorRtLlmConfig:
     )
     max_draft_len: int = setting(4, "tokens guessed ahead at most", minimum=1)
     speculative_model: str = setting("", "the model that guesses, where there is one")
+    cache_transceiver_backend: str = setting(
+        "",
+        "how KV goes from a worker that computes prompts to one that decodes; empty = not at all",
+        choices=("", "DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"),
+    )
+    kv_transfer_timeout_ms: int = setting(
+        # TensorRT-LLM 1.2 would wait for ever for what never comes.
+        60_000,
+        "time for KV to be fetched, and to come",
+        minimum=1,
+    )
     lora_adapters: str = setting("", "adapters, like 'legal=/models/legal,sql=/models/sql'")
     max_lora_rank: int = setting(64, "largest rank of an adapter", minimum=1)
     start_timeout_s: float = setting(

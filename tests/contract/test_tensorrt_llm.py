@@ -28,7 +28,7 @@ from headrace.errors import EngineError
 from headrace.serving import Service
 from headrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from headrace.worker import selfbatched
-from headrace.worker.engine import Guided, Request, Sampling, Stopping
+from headrace.worker.engine import Guided, Handoff, Request, Sampling, Stopping
 from headrace.worker.selfbatched import SelfBatched
 from headrace.worker.service import FULL_NAME, WorkerService
 
@@ -450,3 +450,121 @@ async def test_classes_become_priorities(version: str) -> None:
         assert answer.finish.outcome == types_pb2.OUTCOME_REJECTED
         assert answer.finish.error is not None
         assert "priority must be from 0 to 100" in answer.finish.error.message
+
+
+# --- prefill and decode apart -----------------------------------------------------------------------------------------
+
+APART = {"cache_transceiver_backend": "DEFAULT", "kv_transfer_timeout_ms": 300}
+
+
+async def test_kv_is_handed_over_once_and_the_answer_is_the_same() -> None:
+    async with started(settings=APART) as bench:
+        assert bench.engine.describe().capabilities.kv_handoff
+        whole = (await bench.ask(prompt(30), max_tokens=6, ignore_eos=True))[0].ids
+        first = bench.submit(prompt(30), max_tokens=6, ignore_eos=True, handoff=Handoff())
+        (answer,) = await bench.ended(first)
+        assert answer.finish is not None
+        assert (answer.ids, answer.finish.outcome) == (whole[:1], LENGTH)
+        reference = bench.references[first.key]
+        (rest,) = await bench.ask(prompt(30), max_tokens=6, ignore_eos=True, handoff=Handoff(reference))
+        assert rest.ids == whole
+        # It was taken: who comes later waits until the transfer is given up, and fails alone.
+        late = bench.submit(prompt(30), max_tokens=6, ignore_eos=True, handoff=Handoff(reference))
+        other = bench.submit(prompt(31), max_tokens=6, ignore_eos=True)
+        (failed,) = await bench.ended(late)
+        assert failed.finish is not None
+        assert failed.finish.outcome == FAILED
+        assert failed.finish.error is not None
+        assert "timed out" in failed.finish.error.message
+        assert len((await bench.ended(other))[0].ids) == 6
+
+
+async def test_a_reference_that_is_none_is_refused() -> None:
+    async with started(settings=APART) as bench:
+        for reference in ("nonsense", "[]", '{"told": {"wheels": 4}, "opaque": {}}'):
+            (answer,) = await bench.ask(prompt(30), max_tokens=6, handoff=Handoff(reference))
+            assert answer.finish is not None
+            assert answer.finish.outcome == types_pb2.OUTCOME_REJECTED
+        assert (await bench.ask(prompt(30), max_tokens=2, ignore_eos=True))[0].ids
+
+
+async def test_aborts_while_kv_is_handed_over_leave_room_for_others() -> None:
+    """KV for 64 requests of 4 blocks: it is all used again and again by those that were given up."""
+    async with started(settings=APART | {"kv_cache_max_tokens": 256 * 16}) as bench:
+        for _ in range(3):
+            firsts = [
+                bench.submit(prompt(100 + number), max_tokens=2, ignore_eos=True, handoff=Handoff())
+                for number in range(40)
+            ]
+            for request in firsts[::2]:
+                bench.engine.cancel(request.key, None, CANCELLED)
+            for request in firsts:
+                (answer,) = await bench.ended(request)
+                assert answer.finish is not None
+                assert answer.finish.outcome in (CANCELLED, LENGTH)
+            seconds = [
+                bench.submit(
+                    prompt(100 + number), max_tokens=9, ignore_eos=True, handoff=Handoff(bench.references[key])
+                )
+                for number, key in ((n, request.key) for n, request in enumerate(firsts))
+                if key in bench.references
+            ]
+            for request in seconds[::2]:
+                bench.engine.cancel(request.key, None, CANCELLED)
+            for request in seconds:
+                await bench.ended(request)
+        # What nobody fetched has been given up by its timeout.
+        crowd = [bench.submit(prompt(300 + number), max_tokens=9, ignore_eos=True) for number in range(64)]
+        for request in crowd:
+            assert len((await bench.ended(request))[0].ids) == 9
+
+
+async def test_the_wire_of_a_hand_over() -> None:
+    server = Service("worker", "127.0.0.1:0")
+    service = WorkerService(CONFIG, standin.engine(CONFIG, settings=APART), server.registry)
+    server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service, FULL_NAME)
+    await server.start()
+    try:
+        await service.start("toy")
+        async with serving.channel(server.address) as channel:
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+
+            async def ask(number: int, handoff: worker_pb2.KvHandoff, seeds: int = 1) -> list[worker_pb2.TokenDelta]:
+                message = worker_pb2.RunRequest()
+                if number == 1:
+                    message.hello.router_id = "r"
+                message.submits.add(
+                    request=number,
+                    epoch=1,
+                    prompt_ids=prompt(30),
+                    sampling=types_pb2.Sampling(top_p=1, repetition_penalty=1, seeds=range(seeds)),
+                    stopping=types_pb2.Stopping(max_tokens=4, ignore_eos=True),
+                    handoff=handoff,
+                )
+                await call.write(message)
+                found: list[worker_pb2.TokenDelta] = []
+                async with asyncio.timeout(PATIENCE_S):
+                    while not found or not found[-1].HasField("finish"):
+                        found += (await call.read()).deltas
+                return found
+
+            made = await ask(1, worker_pb2.KvHandoff(produce=worker_pb2.KvHandoff.Produce(keep_ms=100)))
+            reference = made[-1].kv_reference
+            assert reference
+            tag = service.description.kv_state_tag
+            fetch = worker_pb2.KvHandoff.Fetch(reference=reference, kv_state_tag=tag)
+            rest = await ask(2, worker_pb2.KvHandoff(fetch=fetch))
+            assert sum(len(delta.ids) for delta in rest) == 4
+            wrong = worker_pb2.KvHandoff.Fetch(reference=reference, kv_state_tag="another")
+            for number, handoff, seeds, said in (
+                (3, worker_pb2.KvHandoff(fetch=wrong), 1, "'another' is of no use here"),
+                (4, worker_pb2.KvHandoff(), 1, "needs a role"),
+                (5, worker_pb2.KvHandoff(fetch=fetch), 2, "of one choice, got 2"),
+            ):
+                (refused, *_) = await ask(number, handoff, seeds)
+                assert refused.finish.outcome == types_pb2.OUTCOME_REJECTED
+                assert said in refused.finish.error.message
+            call.cancel()
+    finally:
+        await service.stop()
+        await server.stop(0)

@@ -55,6 +55,8 @@ class Bench:
         self.held: set[int] = set()
         #: How often it was said that nothing is held.
         self.cleared = 0
+        #: Of KV that waits to be fetched, by request.
+        self.references: dict[int, str] = {}
         self.failures: list[str] = []
         #: In place of an answer that has not begun.
         self.nothing = Answer()
@@ -100,6 +102,8 @@ class Bench:
         answer.finish = delta.finish
         if delta.cached_prompt_tokens is not None:
             self.cached[delta.key] = delta.cached_prompt_tokens
+        if delta.kv_reference:
+            self.references[delta.key] = delta.kv_reference
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs[delta.key] = delta.prompt_logprobs
 

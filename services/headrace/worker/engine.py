@@ -70,6 +70,14 @@ class LogprobOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Handoff:
+    """Prefill and decode run apart: this is one of the two."""
+
+    #: Of the KV that another worker has left, to be fetched; empty = compute the prompt and the first id, and leave it.
+    reference: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request, checked. ``deadline_s`` is on the engine's clock (``time.monotonic``)."""
 
@@ -87,6 +95,7 @@ class Request:
     #: So many ids at the prompt's end are answer from an earlier attempt.
     resumed_tokens: int = 0
     reuse_prefix: bool = True
+    handoff: Handoff | None = None
 
     @property
     def n(self) -> int:
@@ -130,6 +139,8 @@ class Delta:
     #: With the request's first delta.
     cached_prompt_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    #: Where the KV waits to be fetched, after a hand-off's first half.
+    kv_reference: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ compose it themselves: they are given *runs*, one for each choice of a request, 
   Of a request's choices the first computes the prompt; the others follow when it has a token, so that they find its KV.
 - Every choice ends exactly once. An end that is wanted here (a cancellation, a deadline) is asked of the engine and
   told when the engine has stopped; an engine that does not stop within ``ABORT_TIMEOUT_S`` is not waited for.
-- To put a request aside is to abort its runs and to begin them again from their ids; a grammar could not follow, so
-  a guided request goes on.
+- To put a request aside is to abort its runs and to begin them again from their ids. A grammar could not follow, nor KV
+  that is handed over once, so such a request goes on.
 - A run that had begun to answer and brings nothing for ``stall_timeout_s``, while others go on, has been lost by the
   engine: it is stopped, and fails.
 - An engine with runs and without a sign of life for ``stall_timeout_s`` hangs. When it is quiet, a *canary* of one
@@ -114,6 +114,9 @@ class Inbox(Protocol):
 
     def ended(self, run: Run, outcome: Outcome, why: types_pb2.Error | None = None) -> None:
         """It is out of the engine: STOP or LENGTH by its own end, CANCELLED when aborted, or FAILED, REJECTED."""
+
+    def handed_over(self, run: Run, reference: str) -> None:
+        """Its prompt's KV waits to be fetched by another worker; after its one id, before its end."""
 
     def stepped(self, iteration: int, cost: StepCost | None = None, blocks: list[BlockChange] | None = None) -> None:
         """All of that iteration has been told: now it goes out. ``cost.context_tokens`` is filled in here."""
@@ -303,7 +306,7 @@ class SelfBatched:
     def put_aside(self, key: int) -> None:
         """See ``Engine.put_aside``."""
         state = self._states.get(key)
-        if state is None or state.request.guided is not None:
+        if state is None or state.request.guided is not None or state.request.handoff is not None:
             return
         state.aside = True
         for sequence in state.sequences:
@@ -417,6 +420,13 @@ class SelfBatched:
             # Both at once: the engine looks at the length first.
             outcome = STOP
         self._finish(sequence, outcome, why)
+
+    def handed_over(self, run: Run, reference: str) -> None:
+        """See ``Inbox.handed_over``."""
+        sequence = run.sequence
+        last = self._deltas[-1] if self._deltas else None
+        if last is not None and last.key == sequence.request.key and not sequence.aborting:
+            last.kv_reference = reference
 
     def stepped(self, iteration: int, cost: StepCost | None = None, blocks: list[BlockChange] | None = None) -> None:
         """See ``Inbox.stepped``."""

@@ -564,6 +564,8 @@ def _fill(message: worker_pb2.TokenDelta, open_: _Open, delta: Delta) -> None:
         message.logprobs.extend(_logprobs(each) for each in delta.logprobs)
     if delta.prompt_logprobs is not None:
         message.prompt_logprobs.extend(_logprobs(each) for each in delta.prompt_logprobs)
+    if delta.kv_reference:
+        message.kv_reference = delta.kv_reference
     if delta.finish is not None:
         _fill_finish(message.finish, delta.finish)
 

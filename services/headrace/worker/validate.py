@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from headrace.errors import error
 from headrace.v1 import types_pb2, worker_pb2
-from headrace.worker.engine import Guided, LogprobOptions, Request, Sampling, Stopping
+from headrace.worker.engine import Guided, Handoff, LogprobOptions, Request, Sampling, Stopping
 
 _MAX_TOP_LOGPROBS = 100
 _MAX_STOP_IDS = 1024
@@ -60,8 +60,6 @@ def _request(
             types_pb2.ERROR_CODE_MODEL_NOT_FOUND,
         )
     prompt = _prompt(submit, description)
-    if submit.HasField("handoff"):
-        raise _unsupported("handoff", "KV hand-off", "kv_handoff")
     if submit.lora and submit.lora not in description.capabilities.lora:
         raise _unsupported("lora", f"the adapter {submit.lora!r}", "lora")
     return Request(
@@ -77,12 +75,31 @@ def _request(
         deadline_s=now() + submit.time_left_ms / 1000 if submit.HasField("time_left_ms") else None,
         resumed_tokens=submit.resumed_tokens,
         reuse_prefix=not submit.bypass_prefix_cache,
+        handoff=_handoff(submit, description),
     )
 
 
 def _unsupported(param: str, what: str, capability: str) -> _Bad:
     text = f"this engine does not do {what} (see capabilities.{capability})"
     return _Bad(param, text, types_pb2.ERROR_CODE_UNSUPPORTED)
+
+
+def _handoff(submit: worker_pb2.Submit, description: types_pb2.ModelDescription) -> Handoff | None:
+    if not submit.HasField("handoff"):
+        return None
+    if not description.capabilities.kv_handoff:
+        raise _unsupported("handoff", "KV hand-off", "kv_handoff")
+    if len(submit.sampling.seeds) > 1:
+        raise _Bad("n", f"a KV hand-off is of one choice, got {len(submit.sampling.seeds)}")
+    if submit.handoff.WhichOneof("role") == "produce":
+        return Handoff()
+    fetch = submit.handoff.fetch
+    if not fetch.reference:
+        raise _Bad("handoff", "a KV hand-off needs a role, and what is fetched a reference")
+    if fetch.kv_state_tag != description.kv_state_tag:
+        text = f"KV of {fetch.kv_state_tag!r} is of no use here, where it is {description.kv_state_tag!r}"
+        raise _Bad("handoff", text, types_pb2.ERROR_CODE_UNSUPPORTED)
+    return Handoff(fetch.reference)
 
 
 def _prompt(submit: worker_pb2.Submit, description: types_pb2.ModelDescription) -> list[int]:

@@ -15,6 +15,7 @@ right by the ids; no change of the step's size while it runs.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -214,6 +215,16 @@ class TensorRtLlm:
                 "enable_padding": settings.cuda_graph_enable_padding,
             },
         }
+        if settings.cache_transceiver_backend:
+            arguments |= {
+                # The one that leaves KV must not prepare steps ahead.
+                "disable_overlap_scheduler": True,
+                "cache_transceiver_config": {
+                    "backend": settings.cache_transceiver_backend,
+                    "max_tokens_in_buffer": self._context_tokens,
+                    "kv_transfer_timeout_ms": settings.kv_transfer_timeout_ms,
+                },
+            }
         if self._loras:
             arguments |= {"enable_lora": True, "lora_config": {"max_lora_rank": settings.max_lora_rank}}
         if settings.speculative_decoding_type:
@@ -237,9 +248,23 @@ class TensorRtLlm:
             vocab_size=folder.vocab_size,
             eos_ids=folder.eos_ids,
             capabilities=types_pb2.Capabilities(
-                guided=_GUIDED.get(settings.guided_decoding_backend, ()), logprobs=True, lora=sorted(self._loras)
+                guided=_GUIDED.get(settings.guided_decoding_backend, ()),
+                logprobs=True,
+                lora=sorted(self._loras),
+                kv_handoff=bool(settings.cache_transceiver_backend),
             ),
+            kv_state_tag=self._kv_state_tag,
         )
+
+    @property
+    def _kv_state_tag(self) -> str:
+        """KV goes only to an engine of the same release, model and layout."""
+        settings = self._settings
+        if not settings.cache_transceiver_backend:
+            return ""
+        model = hashlib.sha256((settings.model or self._model.source).encode()).hexdigest()[:16]
+        release, blocks = self._facts["version"], self._worker.block_tokens
+        return f"tensorrt_llm-{release}-{model}-{settings.dtype}-{settings.kv_cache_dtype}-{blocks}"
 
     async def check(self, request: Request) -> types_pb2.Error | None:
         """The form of its guide; what the engine's compiler finds comes as the request's failure."""
@@ -293,6 +318,7 @@ class TensorRtLlm:
             "salt": salt.hex() if request.reuse_prefix else f"alone-{run.id}" if salt else "",
             "salt_bytes": salt,
             "retention": self._retention(request),
+            "handoff": request.handoff.reference if request.handoff is not None else None,
             "priority": _PRIORITY.get(request.request_class, 0.5),
         }
 
@@ -343,6 +369,10 @@ class TensorRtLlm:
                 continue
             if ids:
                 inbox.tokens(run, ids, [_finite(each) for each in logprobs] if logprobs is not None else None, cached)
+            if end == "not_finished":
+                # The first half of a hand-off: its one id, and where its KV waits.
+                inbox.handed_over(run, why)
+                end = "length"
             if end is not None:
                 del runs[number]
                 self._on_end(inbox, run, end, why)

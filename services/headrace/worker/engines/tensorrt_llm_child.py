@@ -14,7 +14,9 @@ never returns, generation goes on.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import json
@@ -158,9 +160,17 @@ class Adapter:
             config = self._api.KvCacheRetentionConfig
             kept = config.TokenRangeRetentionConfig(0, None, priority)
             options["kv_cache_retention_config"] = config([kept], priority)
+        if wire["handoff"] is not None:
+            options["disaggregated_params"] = self._disaggregated(wire["handoff"])
         if "priority" in self._generate:
             options["priority"] = wire["priority"]
         return self.llm.generate_async(wire["prompt"], **options)
+
+    def _disaggregated(self, reference: str) -> Any:
+        kind = self._api.DisaggregatedParams
+        if not reference:
+            return kind(request_type="context_only")
+        return kind(request_type="generation_only", **_opened(reference))
 
     def _sampling(self, wire: dict[str, Any]) -> Any:
         end_ids, ends = wire["eos_ids"], wire["stop_ids"]
@@ -379,7 +389,8 @@ class Server:
                     # The end id was drawn, and left out.
                     ids = [wire["eos_ids"][0]]
                 logprobs = _logprobs(completion.logprobs, sent, ids, wire["top_logprobs"]) if wants_logprobs else None
-                out.append((run, ids, logprobs, end, 0 if sent else getattr(step, "cached_tokens", 0), None))
+                why = _reference(completion.disaggregated_params) if end == "not_finished" else None
+                out.append((run, ids, logprobs, end, 0 if sent else getattr(step, "cached_tokens", 0), why))
                 sent += len(ids)
                 if not self._flushing:
                     self._flushing = True
@@ -515,6 +526,7 @@ _WARM_UP: dict[str, Any] = {
     "logit_bias": None,
     "top_logprobs": None,
     "guided": None,
+    "handoff": None,
     "lora": "",
     "salt": "warm-up",
     "salt_bytes": b"",
@@ -522,6 +534,24 @@ _WARM_UP: dict[str, Any] = {
     "priority": 0.5,
     "own_prompt_tokens": 0,
 }
+
+
+def _reference(params: Any) -> str:
+    """A hand-off's parameters as text: whatever this release has, but the kind of request."""
+    fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    del fields["request_type"]
+    told = {name: value for name, value in fields.items() if value is not None and not isinstance(value, bytes)}
+    opaque = {name: base64.b64encode(value).decode() for name, value in fields.items() if isinstance(value, bytes)}
+    return json.dumps({"told": told, "opaque": opaque}, separators=(",", ":"))
+
+
+def _opened(reference: str) -> dict[str, Any]:
+    """What ``_reference`` wrote. Raises ValueError."""
+    try:
+        read = json.loads(reference)
+        return {**read["told"], **{name: base64.b64decode(value) for name, value in read["opaque"].items()}}
+    except (KeyError, TypeError, AttributeError) as failure:
+        raise ValueError(f"no reference to KV: {failure!r}") from failure
 
 
 def _error_class(name: str) -> type[Exception]:
