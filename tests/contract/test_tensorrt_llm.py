@@ -373,6 +373,22 @@ async def test_adapters_by_name(tmp_path: Path) -> None:
         await bench.until(lambda: bench.held == names)
 
 
+async def test_speculation_is_passed_on_and_its_acceptance_told() -> None:
+    settings = {"speculative_decoding_type": "NGram", "max_draft_len": 4}
+    async with started(settings=settings) as bench:
+        await bench.ask(prompt(30), max_tokens=30, ignore_eos=True)
+
+        async def told() -> bool:
+            load = bench.engine.load()
+            # The stand-in's rows say four drafted and one accepted for each sequence that decodes.
+            return load.draft_tokens_total == 4 * load.accepted_draft_tokens_total > 0
+
+        await eventually(told, "statistics of speculation", PATIENCE_S)
+    with pytest.raises(EngineError, match=r"has no MedusaDecodingConfig \(speculative decoding 'Medusa'\)"):
+        async with started(settings={"speculative_decoding_type": "Medusa"}):
+            pass
+
+
 async def test_an_unknown_release_is_refused_by_name() -> None:
     with pytest.raises(EngineError, match=r"tensorrt_llm 1\.1\.0: releases from 1\.2 to 1\.4 are known"):
         async with started(version="1.1.0"):

@@ -66,7 +66,6 @@ _SAMPLING = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "prompt_ignore_length",
     "embedding_bias",
     "logits_processor",
     "logprobs",
@@ -94,14 +93,17 @@ class Adapter:
         self._api = llmapi
         self._generate = set(inspect.signature(llmapi.LLM.generate_async).parameters)
         self._require("LLM.generate_async", self._generate, _GENERATE)
-        self._require("SamplingParams", set(inspect.signature(llmapi.SamplingParams).parameters), _SAMPLING)
+        sampling = set(inspect.signature(llmapi.SamplingParams).parameters)
+        self._require("SamplingParams", sampling, _SAMPLING)
         self._spec = spec
         arguments = self._arguments(spec)
         known = set(llmapi.TorchLlmArgs.model_fields)
         if unknown := sorted(set(arguments) - known):
             raise Unsuitable(f"tensorrt_llm {self.version} has no argument {', '.join(unknown)}")
-        #: Occurrence penalties: the default sampler of 1.2 leaves them out without a word.
-        self.penalties = release >= (1, 3) or arguments.get("sampler_type") == "TRTLLMSampler"
+        #: Occurrence penalties: the default sampler of 1.2 leaves them out without a word, and without that field they
+        #: would count the prompt.
+        penalises = release >= (1, 3) or arguments.get("sampler_type") == "TRTLLMSampler"
+        self.penalties = penalises and "prompt_ignore_length" in sampling
         self._loras = {
             name: llmapi.LoRARequest(name, number, path) for number, (name, path) in enumerate(spec["lora"].items(), 1)
         }
