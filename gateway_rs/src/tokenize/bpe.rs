@@ -155,7 +155,10 @@ pub(crate) struct Scratch {
     symbols: Vec<Symbol>,
     /// Rank (upper half) and place of pairs, least first.
     queue: BinaryHeap<Reverse<u64>>,
-    cache: Cache,
+    /// Some megabyte.
+    cache: Cache<Key, 11, 14>,
+    /// Of longer pieces: names in code, words in scripts of three bytes a character. Half as much.
+    long_cache: Cache<LongKey, 23, 12>,
 }
 
 #[derive(Clone, Copy)]
@@ -217,10 +220,7 @@ impl Bpe {
     pub(crate) fn encode(&self, text: &[u8], start: usize, end: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) {
         let len = end - start;
         if len > INLINE {
-            match self.words.get_long(text, start, end) {
-                NONE => self.merge(&text[start..end], scratch, ids),
-                id => ids.push(id),
-            }
+            self.encode_long(text, start, end, scratch, ids);
             return;
         }
         let key = Key::of(text, start, len);
@@ -228,6 +228,25 @@ impl Bpe {
         match self.words.get(key, hash) {
             NONE => self.merge_cached(key, hash, &text[start..end], scratch, ids),
             id => ids.push(id),
+        }
+    }
+
+    /// [`Bpe::encode`] for a piece that fits no [`Key`].
+    #[inline(never)]
+    fn encode_long(&self, text: &[u8], start: usize, end: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) {
+        let piece = &text[start..end];
+        let key = LongKey::of(piece);
+        if let Some(known) = key.and_then(|key| scratch.long_cache.get(key, key.hash())) {
+            ids.extend_from_slice(known);
+            return;
+        }
+        let before = ids.len();
+        match self.words.get_long(piece) {
+            NONE => self.merge(piece, scratch, ids),
+            id => ids.push(id),
+        }
+        if let Some(key) = key {
+            scratch.long_cache.put(key, key.hash(), &ids[before..]);
         }
     }
 
@@ -474,6 +493,34 @@ impl Key {
     }
 }
 
+/// The same for a longer piece, of at most [`LongKey::BYTES`].
+#[derive(Clone, Copy, Default, PartialEq)]
+struct LongKey([u64; 4]);
+
+impl LongKey {
+    const BYTES: usize = 31;
+
+    #[inline(always)]
+    fn of(piece: &[u8]) -> Option<Self> {
+        if piece.len() > Self::BYTES {
+            return None;
+        }
+        let mut chunk = [0; Self::BYTES + 1];
+        chunk[..piece.len()].copy_from_slice(piece);
+        chunk[Self::BYTES] = piece.len() as u8;
+        let mut words = [0; 4];
+        for (word, bytes) in words.iter_mut().zip(chunk.chunks_exact(8)) {
+            *word = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
+        }
+        Some(Self(words))
+    }
+
+    fn hash(self) -> u64 {
+        let [a, b, c, d] = self.0;
+        Key([a, b]).hash() ^ Key([c, d]).hash().rotate_left(32)
+    }
+}
+
 /// Whole piece to id: open addressing over keys, and a map for the pieces that don't fit one.
 struct WordTable {
     slots: Box<[Word]>,
@@ -537,61 +584,61 @@ impl WordTable {
         self.slots[self.find(key, hash)].id
     }
 
-    /// The id of `text[start..end]`, which is longer than a key, or [`NONE`].
-    #[inline(never)]
-    fn get_long(&self, text: &[u8], start: usize, end: usize) -> u32 {
-        if end - start > self.longest {
+    /// The id of `piece`, which is longer than a key, or [`NONE`].
+    fn get_long(&self, piece: &[u8]) -> u32 {
+        if piece.len() > self.longest {
             return NONE;
         }
-        text.get(start..end)
-            .and_then(|piece| self.long.get(piece))
-            .copied()
-            .unwrap_or(NONE)
+        self.long.get(piece).copied().unwrap_or(NONE)
     }
 }
 
-/// The merged pieces met last, for those that are met again: direct mapped, overwritten on collision, one megabyte.
-/// An entry depends on nothing but its piece's bytes, so the cache never changes an answer.
-#[derive(Default)]
-struct Cache {
+/// The pieces met last that were merged, with up to `IDS` ids, for those that are met again: direct mapped, 2^`BITS`
+/// slots, overwritten on collision. An entry depends on nothing but its piece's bytes, so the cache never changes an answer.
+struct Cache<K, const IDS: usize, const BITS: u32> {
     /// Empty until first used.
-    slots: Vec<Cached>,
+    slots: Vec<Cached<K, IDS>>,
 }
 
-/// One cache line.
-#[derive(Clone, Copy, Default)]
+/// Whole cache lines.
+#[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Cached {
+struct Cached<K, const IDS: usize> {
     /// The default key has length 0, which no piece has.
-    key: Key,
+    key: K,
     len: u32,
-    ids: [u32; Cached::IDS],
+    ids: [u32; IDS],
 }
 
-impl Cached {
-    const IDS: usize = 11;
+impl<K, const IDS: usize, const BITS: u32> Default for Cache<K, IDS, BITS> {
+    fn default() -> Self {
+        Self { slots: Vec::new() }
+    }
 }
 
-impl Cache {
-    const BITS: u32 = 14;
-
+impl<K: Copy + Default + PartialEq, const IDS: usize, const BITS: u32> Cache<K, IDS, BITS> {
     #[inline(always)]
-    fn get(&self, key: Key, hash: u64) -> Option<&[u32]> {
-        let slot = self.slots.get((hash >> (64 - Self::BITS)) as usize)?;
+    fn get(&self, key: K, hash: u64) -> Option<&[u32]> {
+        let slot = self.slots.get((hash >> (64 - BITS)) as usize)?;
         if slot.key != key {
             return None;
         }
         slot.ids.get(..slot.len as usize)
     }
 
-    fn put(&mut self, key: Key, hash: u64, ids: &[u32]) {
-        if ids.len() > Cached::IDS {
+    fn put(&mut self, key: K, hash: u64, ids: &[u32]) {
+        if ids.len() > IDS {
             return;
         }
         if self.slots.is_empty() {
-            self.slots = vec![Cached::default(); 1 << Self::BITS];
+            let empty = Cached {
+                key: K::default(),
+                len: 0,
+                ids: [0; IDS],
+            };
+            self.slots = vec![empty; 1 << BITS];
         }
-        let slot = &mut self.slots[(hash >> (64 - Self::BITS)) as usize];
+        let slot = &mut self.slots[(hash >> (64 - BITS)) as usize];
         slot.key = key;
         slot.len = ids.len() as u32;
         slot.ids[..ids.len()].copy_from_slice(ids);
@@ -664,18 +711,17 @@ mod tests {
         let words: Vec<(Vec<u8>, u32)> = (1..40u32).map(|len| (vec![b'x'; len as usize], len)).collect();
         let bpe = Bpe::new(Alphabet::Bytes(Box::new([NONE; 256])), &[], &words, true);
         let text = [b'x'; 64];
+        let mut scratch = Scratch::default();
         for (word, id) in &words {
             for start in 0..64 - word.len() {
-                let end = start + word.len();
-                assert_eq!(
-                    encode(|scratch, ids| bpe.encode(&text, start, end, scratch, ids)),
-                    [*id]
-                );
+                let (end, mut ids) = (start + word.len(), Vec::new());
+                bpe.encode(&text, start, end, &mut scratch, &mut ids);
+                assert_eq!(ids, [*id]);
             }
         }
         let key = Key::of(b"x\0", 0, 2);
         assert_eq!(bpe.words.get(key, key.hash()), NONE);
-        assert_eq!(bpe.words.get_long(&text, 0, 50), NONE);
+        assert_eq!(bpe.words.get_long(&text[..50]), NONE);
     }
 
     #[test]
@@ -690,6 +736,22 @@ mod tests {
             };
             let (short, long) = (steps(1_000), steps(16_000));
             assert!(long <= short * 1.5 + 0.1, "{unit:?}: {short} to {long} steps a byte");
+        }
+    }
+
+    #[test]
+    fn pieces_met_before_have_the_same_ids() {
+        let (model, merges) = model(&[(97, 97), (256, 256), (257, 98), (98, 97)], &[]);
+        let text = b"aab".repeat(20);
+        let mut scratch = Scratch::default();
+        for _ in 0..2 {
+            for start in 0..3 {
+                for end in start + 1..text.len() {
+                    let mut ids = Vec::new();
+                    model.encode(&text, start, end, &mut scratch, &mut ids);
+                    assert_eq!(ids, by_definition(&model, &merges, &text[start..end]));
+                }
+            }
         }
     }
 
