@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.integration.conftest import MODELS
 from tests.support.clients import http
-from tests.support.http2 import Http2Request
+from tests.support.http2 import PREFACE, Http2Request
 from tests.support.mesh import Lab, Mesh
 
 HEADER_TIMEOUT_S = 0.5
@@ -85,8 +86,15 @@ async def test_a_body_in_chunks_after_an_expectation(lab: Lab) -> None:
 
 @pytest.mark.parametrize(
     "start",
-    [b"", b"POST /v1/chat/comp", request(b"", "content-length: 1000"), request(b"{", "content-length: 1000")],
-    ids=["nothing", "half a line", "no body", "half a body"],
+    [
+        b"",
+        b"P",
+        PREFACE[:-1],
+        b"POST /v1/chat/comp",
+        request(b"", "content-length: 1000"),
+        request(b"{", "content-length: 1000"),
+    ],
+    ids=["nothing", "a letter", "half a preface", "half a line", "no body", "half a body"],
 )
 async def test_a_sender_that_stops_is_let_go(lab: Lab, start: bytes) -> None:
     reader, writer = await connect(lab)
@@ -95,6 +103,64 @@ async def test_a_sender_that_stops_is_let_go(lab: Lab, start: bytes) -> None:
         answer = await reader.read()
     assert not answer or answer.split()[1] in (b"400", b"408")
     writer.close()
+
+
+@pytest.mark.parametrize("start", [b"", PREFACE[:5]], ids=["nothing", "half a preface"])
+async def test_a_grpc_client_that_says_nothing_is_let_go(lab: Lab, start: bytes) -> None:
+    host, port = lab.mesh.grpc.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(start)
+    async with asyncio.timeout(HEADER_TIMEOUT_S * 20):
+        with contextlib.suppress(ConnectionError):
+            # Its own preface may come first; then the end.
+            await reader.read()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"POST /v1/chat/completions HTTP/1.1\r\n", *[b"x-%d: y\r\n" % number for number in range(10_000)]],
+        [request(b"", "content-length: 4000"), *[b" "] * 4000],
+    ],
+    ids=["headers", "body"],
+)
+async def test_a_sender_that_dribbles_is_let_go(lab: Lab, parts: list[bytes]) -> None:
+    """Each time a little, so that the connection is never idle: what counts is when all of it is there."""
+    reader, writer = await connect(lab)
+    sent = 0
+
+    async def dribble() -> None:
+        nonlocal sent
+        with contextlib.suppress(ConnectionError):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                sent += 1
+                await asyncio.sleep(HEADER_TIMEOUT_S / 20)  # not a wait for a state: the pace is what is tested
+
+    sender = asyncio.create_task(dribble())
+    async with asyncio.timeout(HEADER_TIMEOUT_S * 20):
+        with contextlib.suppress(ConnectionError):
+            answer = await reader.read()
+            assert not answer or answer.split()[1] in (b"400", b"408")
+    sender.cancel()
+    assert sent < len(parts)
+    writer.close()
+    await lab.nothing_remains()
+
+
+async def test_headers_over_the_limit_are_refused(lab: Lab) -> None:
+    reader, writer = await connect(lab)
+    with contextlib.suppress(ConnectionError):
+        writer.write(request(b"", "content-length: 0", *[f"x-{number}: {'y' * 1000}" for number in range(99)]))
+        await writer.drain()
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionError):
+            answer = await reader.read()
+            assert not answer or answer.split()[1] == b"431"
+    writer.close()
+    await lab.nothing_remains()
 
 
 @pytest.mark.parametrize("chunked", [False, True])

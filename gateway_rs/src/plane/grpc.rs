@@ -10,6 +10,7 @@ use std::{
 
 use futures_core::Stream;
 use tokio::net::TcpListener;
+use tokio_stream::StreamExt as _;
 use tokio_util::sync::CancellationToken;
 use tonic::{body::Body, metadata::MetadataMap, transport::Server, Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt};
@@ -22,6 +23,7 @@ use super::{
     metrics::Door as Entrance,
     model::Model,
     open::OpenRequest,
+    opening::Opening,
     server::incoming,
     tls::Tls,
     Plane,
@@ -67,14 +69,18 @@ pub async fn serve(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tls
         .add_service(reflection_alpha)
         .add_service(inference);
     let closed = closing.clone().cancelled_owned();
+    let timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
     let serving = async {
         match tls {
             Some(tls) => {
-                server
-                    .serve_with_incoming_shutdown(tls.incoming(listener, closing), closed)
-                    .await
+                let incoming = tls.incoming(listener, closing);
+                let opened = incoming.map(|stream| stream.map(|stream| Opening::new(stream, timeout)));
+                server.serve_with_incoming_shutdown(opened, closed).await
             }
-            None => server.serve_with_incoming_shutdown(incoming(listener), closed).await,
+            None => {
+                let opened = incoming(listener).map(|stream| stream.map(|stream| Opening::new(stream, timeout)));
+                server.serve_with_incoming_shutdown(opened, closed).await
+            }
         }
     };
     tokio::select! {

@@ -18,6 +18,7 @@ pub mod log;
 pub mod metrics;
 pub mod model;
 pub mod open;
+mod opening;
 pub mod server;
 pub mod sse;
 pub mod tls;

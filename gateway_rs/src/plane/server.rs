@@ -31,6 +31,7 @@ use super::{
     config::PlaneConfig,
     generation, grpc, http, log,
     model::Model,
+    opening::Opening,
     tls::{Entrance, Tls},
     Plane,
 };
@@ -210,14 +211,12 @@ async fn serve_http(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tl
             let stream = prompt(stream);
             if let Some(tls) = tls {
                 if let Some(stream) = tls.accept(Entrance::Http, stream).await {
+                    let stream = Opening::new(stream, header_timeout);
                     serve_connection(stream, &builder, routes, watcher).await;
                 }
             } else {
-                // Which protocol it is shows by the first bytes; until one has come no other timer runs.
-                let begun = tokio::time::timeout(header_timeout, stream.peek(&mut [0])).await;
-                if matches!(begun, Ok(Ok(bytes)) if bytes > 0) {
-                    serve_connection(stream, &builder, routes, watcher).await;
-                }
+                let stream = Opening::new(stream, header_timeout);
+                serve_connection(stream, &builder, routes, watcher).await;
             }
             plane.metrics.connections.dec();
         });
