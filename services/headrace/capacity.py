@@ -24,8 +24,11 @@ CHUNK_MOST = 8192
 
 #: Targets are for all but this share of requests.
 MISSES = 0.01
-#: Answers under way vary as a Poisson number does; room is kept for all but one moment in a hundred.
+#: Answers under way vary as a Poisson number does; room is kept for all but one moment in a hundred, in deviations.
 _Z99 = NormalDist().inv_cdf(0.99)
+
+#: What placement leaves uneven between workers, in the same deviations (fitted to the simulator).
+UNEVEN = 1.0
 
 #: A request that is placed when it comes waits so many times as long as in one queue for all (fitted to the simulator).
 PLACED = 2.0
@@ -221,7 +224,7 @@ class Serving:
             tpot_mean_s=math.fsum(state.tpot_s * share for state, share in states),
             tpot_p99_s=_weighted([(state.tpot_p99_s, share) for state, share in states], MISSES),
             batch=busiest.batch,
-            kv_share=self._room(busiest.batch) / self.worker.table["kv_tokens"],
+            kv_share=self._room(busiest.batch, workers) / self.worker.table["kv_tokens"],
             prefill_share=max(state.prefill_share for state, _ in states),
             limits=self._limits(states, late),
         )
@@ -232,7 +235,7 @@ class Serving:
         return self._limits(states, self._late(states, workers))
 
     def _states(self, workers: int, factor: float = 1.0) -> list[tuple[_Steady, float]]:
-        return [(self._steady(rate * factor / workers), share) for rate, share in self.traffic.rates]
+        return [(self._steady(rate * factor / workers, workers), share) for rate, share in self.traffic.rates]
 
     def _limits(self, states: Sequence[tuple[_Steady, float]], late: Callable[[float], float]) -> tuple[str, ...]:
         """What more requests than may miss a target owe it to; all there is, if they do so only together."""
@@ -312,7 +315,7 @@ class Serving:
         best = max([*sizes, low], key=lambda tokens: tokens / self._step(batch, self._pieces(tokens)))
         return _Pace(step_s, best, self._step(batch, self._pieces(best)))
 
-    def _steady(self, rate_per_s: float) -> _Steady:
+    def _steady(self, rate_per_s: float, workers: int) -> _Steady:
         """The least number of answers under way that keeps itself up at that rate for a worker."""
         # From below, each number leads to what it needs: it rises to the least that is enough.
         batch = 1 if self.traffic.output_tokens else 0
@@ -325,9 +328,9 @@ class Serving:
                 # At the busiest, too, prompts must be computed as fast as they come.
                 busiest = self._turn(round(_busiest(batch)), rate_per_s)
                 return replace(state, tpot_p99_s=busiest.tpot_s, limit=busiest.limit)
-            if _busiest(needed) > self.worker.max_batch:
+            if _busiest(needed, workers) > self.worker.max_batch:
                 return replace(state, limit="batch")
-            if self._room(needed) > self.worker.table["kv_tokens"]:
+            if self._room(needed, workers) > self.worker.table["kv_tokens"]:
                 return replace(state, limit="kv")
             batch = needed
 
@@ -346,9 +349,9 @@ class Serving:
         token_s = 1 / (share / prefill_s + (1 - share) / pace.step_s) if batch else 0.0
         return _Steady(batch, utilisation, share, token_s / advance)
 
-    def _room(self, batch: int) -> float:
+    def _room(self, batch: int, workers: int) -> float:
         """KV tokens at the busiest."""
-        return _busiest(batch) * self.traffic.held_tokens
+        return _busiest(batch, workers) * self.traffic.held_tokens
 
     def _late(self, states: Sequence[tuple[_Steady, float]], workers: int) -> Callable[[float], float]:
         """The share of requests whose first token takes longer than so long."""
@@ -392,8 +395,10 @@ class Serving:
         return full * pace.chunk_step_s + last
 
 
-def _busiest(batch: int) -> float:
-    return batch + _Z99 * math.sqrt(batch)
+def _busiest(batch: int, workers: int = 1) -> float:
+    """Answers under way at the busiest moment, where placement evens out so many workers."""
+    alone = _Z99 * math.sqrt(batch)
+    return batch + min(alone, alone / math.sqrt(workers) + UNEVEN * math.sqrt(batch))
 
 
 def _quantile(late: Callable[[float], float], share: float) -> float:

@@ -256,12 +256,20 @@ class Simulated:
 
 
 def simulate(
-    worker: Worker, workload: Workload, targets: Targets, workers: int, *, load: float = 1.0, seed: int = 1
+    worker: Worker,
+    workload: Workload,
+    targets: Targets,
+    workers: int,
+    *,
+    load: float = 1.0,
+    chunk: str = "dynamic",
+    seed: int = 1,
 ) -> Simulated:
     """Run the workload on so many workers: nothing is given up, so that the targets count for all requests."""
     settings = {
         "groups": [{"workers": workers, "table": worker.table, "max_batch": worker.max_batch}],
         "shed": False,
+        "chunk": chunk,
         "speed": load,
         "ttft_target_s": targets.ttft_s,
         "ttft_times_alone": 0.0,
@@ -543,7 +551,7 @@ def answer(question: Question, tried: Callable[[int, int], object] | None = None
         workload = sim.read_trace(question.trace, question.trace_format)
         traffic = Traffic.of(workload, speed)
     else:
-        workload = _workload(question)
+        workload = made_up_workload(question)
         traffic = _made_up(question)
     targets = Targets(question.ttft_target_s, question.tpot_target_s)
     counter = itertools.count(1)
@@ -570,7 +578,7 @@ def _made_up(question: Question) -> Traffic:
     )
 
 
-def _workload(question: Question) -> Workload:
+def made_up_workload(question: Question) -> Workload:
     """The same traffic for the simulator."""
     least, most = _SIMULATED
     shared = round(question.prompt_tokens * question.prefix_share)

@@ -264,7 +264,7 @@ def test_what_is_planned_holds_in_the_simulator(
     question = plan.Question(
         model, (gpu,), tensor_parallel, rate_per_s=rate, prompt_tokens=prompt, output_tokens=output, prefix_share=prefix
     )
-    workload, targets = plan._workload(question), Targets(ttft_s, tpot_s)
+    workload, targets = plan.made_up_workload(question), Targets(ttft_s, tpot_s)
     found = plan.fleet(worker(model, gpu, tensor_parallel), plan._made_up(question), targets)
     assert found is not None
     tried: dict[int, plan.Simulated] = {}
