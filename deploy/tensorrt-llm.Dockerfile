@@ -1,11 +1,12 @@
 # A worker with the tensorrt_llm engine, on NVIDIA's image, which brings TensorRT-LLM, CUDA and MPI.
 #
-#   docker build -f deploy/tensorrt-llm.Dockerfile -t headrace-tensorrt-llm .
+#   docker build -f deploy/tensorrt-llm.Dockerfile --build-arg TENSORRT_LLM=IMAGE -t headrace-tensorrt-llm .
 #   docker run --gpus all --ipc=host --ulimit memlock=-1 -v /models:/models:ro headrace-tensorrt-llm \
 #       headrace worker --config /models/mesh.toml
 #
-# The release must be one that the engine knows: 1.2 to 1.4 (docs/engines.md). Another one refuses to start, by name.
-ARG TENSORRT_LLM=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
+# IMAGE is NVIDIA's release image of TensorRT-LLM (tensorrt-llm/release in its catalogue) of a release that the engine knows,
+# 1.2 to 1.4 (docs/engines.md). With another one the worker refuses to start, by name.
+ARG TENSORRT_LLM
 
 FROM ${TENSORRT_LLM} AS build
 RUN apt-get update && apt-get install -y --no-install-recommends curl build-essential \
