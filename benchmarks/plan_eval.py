@@ -3,7 +3,8 @@
     python benchmarks/plan_eval.py [--traces FOLDER] [--json]       # one or two minutes on one core
 
 counts: made-up traffic for eighteen fleets, with measured tables or the roofline's. Planned workers beside the fewest
-that hold in the simulator, and predicted times beside simulated ones at the planned number.
+that hold in the simulator, and predicted times beside simulated ones at the planned number. Then the same for fleets
+drawn at random, to which nothing was fitted.
 
 fleet: Azure's conversations (azure2023/ in FOLDER, skipped without it) at 5, 10 and 20 times their speed, an 8B model
 on the four GPUs with measured tables, p99 of TTFT 1 s and of TPOT 100 ms. The fleet by arithmetic, and the one by
@@ -18,10 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from headrace import plan, sim
@@ -56,18 +58,22 @@ CHUNKS = ("512", "1024", "2048")
 Row = tuple[str, str, bool | None]
 
 
-def counts() -> Iterator[Row]:
+Case = tuple[str, str, int, str, float, int, int, float, float, float]
+
+
+def counts(cases: Iterable[Case] = CASES) -> Iterator[Row]:
     """Planned and needed workers, predicted and simulated times."""
     off: list[float] = []
     errors: dict[str, list[float]] = {"TTFT p50": [], "TTFT p99": [], "TPOT mean": [], "TPOT p99": []}
-    for model, gpu, gpus, weights, rate, prompt, output, prefix, ttft_s, tpot_s in CASES:
+    for model, gpu, gpus, weights, rate, prompt, output, prefix, ttft_s, tpot_s in cases:
         question = plan.Question(
             model=model, rate_per_s=rate, prompt_tokens=prompt, output_tokens=output, prefix_share=prefix
         )
         worker = Worker(find_shape(model), find_gpu(gpu), gpus, weights)
         workload, targets = plan.made_up_workload(question), Targets(ttft_s, tpot_s)
         load = Serving(worker, Traffic.made_up(rate, prompt, output, prefix), targets).fewest()
-        assert load is not None
+        if load is None or load.workers > 60:
+            continue
         least = least_that_holds(worker, workload, targets, load.workers)
         off.append(load.workers / least - 1)
         shown = plan.simulate(worker, workload, targets, load.workers)
@@ -88,6 +94,20 @@ def counts() -> Iterator[Row]:
     for name, each in errors.items():
         typical = statistics.median(abs(value) for value in each)
         yield f"{name}, predicted over simulated", f"{typical:.0%} (median), {min(each):+.0%} to {max(each):+.0%}", None
+
+
+def others(count: int = 24, seed: int = 7) -> Iterator[Row]:
+    """Drawn at random; what no fleet serves, or only one of more than 60 workers, is left out."""
+    draw = random.Random(seed)
+    kinds = [(model, gpu, gpus) for model, gpu, gpus, *_ in CASES]
+    cases: list[Case] = []
+    for _ in range(count):
+        model, gpu, gpus = draw.choice(kinds)
+        rate, prompt, output = draw.choice((10, 30, 80)), draw.choice((300, 1000, 3000)), draw.choice((50, 200, 600))
+        prefix, ttft_s, tpot_s = draw.choice((0.0, 0.0, 0.5)), draw.choice((0.7, 1.5, 4.0)), draw.choice((0.05, 0.1))
+        cases.append((model, gpu, gpus, "fp16", rate, prompt, output, prefix, ttft_s, tpot_s))
+    for case, figure, _ in counts(cases):
+        yield f"drawn (seed {seed}): {case}", figure, None
 
 
 def least_that_holds(worker: Worker, workload: sim.Workload, targets: Targets, guess: int) -> int:
@@ -166,7 +186,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     arguments = parser.parse_args()
     rows: list[Row] = []
-    experiments = [counts()] + ([fleet(arguments.traces)] if arguments.traces else [])
+    experiments = [counts(), others()] + ([fleet(arguments.traces)] if arguments.traces else [])
     for experiment in experiments:
         for case, figure, holds in experiment:
             rows.append((case, figure, holds))

@@ -338,8 +338,9 @@ def _plan_lines(answer: plan.Plan, said: dict[str, Any]) -> Iterator[tuple[str, 
     how = "given" if answer.worker_tokens_per_s is not None else "within the targets"
     yield (
         "fleet",
-        f"[green]{said['workers']} workers[/green], {said['gpus']} GPUs: {traffic['output_tokens_per_s']:,.0f} "
-        f"tokens/s at {said['worker_output_tokens_per_s']:,.0f} a worker ({how}) are {said['workers_exact']:.2f}",
+        f"[green]{_count(said['workers'], 'worker')}[/green], {_count(said['gpus'], 'GPU')}: "
+        f"{traffic['output_tokens_per_s']:,.0f} tokens/s at {said['worker_output_tokens_per_s']:,.0f} a worker ({how}) "
+        f"are {said['workers_exact']:.2f}",
     )
     fewer = "; ".join(LIMITS[limit] for limit in said["binds"])
     yield "binds", f"with one worker fewer {fewer}" if fewer else "nothing: one worker is enough"
@@ -351,7 +352,7 @@ def _plan_lines(answer: plan.Plan, said: dict[str, Any]) -> Iterator[tuple[str, 
     load = answer.best.load
     yield (
         "predicted",
-        f"{load.workers} workers: TTFT p50 {load.ttft_p50_s:.3f} s, p99 {load.ttft_p99_s:.3f} s; TPOT mean "
+        f"{_count(load.workers, 'worker')}: TTFT p50 {load.ttft_p50_s:.3f} s, p99 {load.ttft_p99_s:.3f} s; TPOT mean "
         f"{load.tpot_mean_s * 1000:.1f} ms, p99 {load.tpot_p99_s * 1000:.1f} ms; {load.batch:.0f} answers under way at "
         f"each, {load.kv_share:.0%} of KV at the busiest",
     )
@@ -359,8 +360,8 @@ def _plan_lines(answer: plan.Plan, said: dict[str, Any]) -> Iterator[tuple[str, 
         shown = answer.simulated[1]
         yield (
             "simulated",
-            f"{shown.workers} workers: TTFT p50 {shown.ttft_p50_s:.3f} s, p99 {shown.ttft_p99_s:.3f} s; TPOT mean "
-            f"{shown.tpot_mean_s * 1000:.1f} ms, p99 {shown.tpot_p99_s * 1000:.1f} ms",
+            f"{_count(shown.workers, 'worker')}: TTFT p50 {shown.ttft_p50_s:.3f} s, p99 {shown.ttft_p99_s:.3f} s; "
+            f"TPOT mean {shown.tpot_mean_s * 1000:.1f} ms, p99 {shown.tpot_p99_s * 1000:.1f} ms",
         )
     if answer.split is not None:
         split = said["split"]
@@ -369,6 +370,10 @@ def _plan_lines(answer: plan.Plan, said: dict[str, Any]) -> Iterator[tuple[str, 
             f"{split['prefill_workers']} prefill and {split['decode_workers']} decode workers, "
             f"${split['usd_per_hour']:,.2f} an hour, {split['kv_bytes_per_s'] / 1e9:.2f} GB/s of KV between them",
         )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _titled(title: str) -> Table:
