@@ -848,6 +848,7 @@ fn core_load(load: &proto::Load, steps: &[proto::StepReport]) -> Load {
 fn step_report(step: &proto::StepReport) -> StepReport {
     StepReport {
         prefill_tokens: step.prefill_tokens,
+        prefill_pairs: step.prefill_pairs,
         decode_tokens: step.decode_tokens,
         context_tokens: step.context_tokens,
         duration_s: f64::from(step.duration_us) / 1e6,

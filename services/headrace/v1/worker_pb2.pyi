@@ -238,13 +238,15 @@ class Load(_message.Message):
     def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., running_prompt_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., slots: _Optional[int] = ..., iteration: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepReport, _Mapping]]] = ..., prompt_tokens_total: _Optional[int] = ..., cached_prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., draft_tokens_total: _Optional[int] = ..., accepted_draft_tokens_total: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("prefill_tokens", "decode_tokens", "context_tokens", "duration_us")
+    __slots__ = ("prefill_tokens", "decode_tokens", "context_tokens", "duration_us", "prefill_pairs")
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DURATION_US_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIRS_FIELD_NUMBER: _ClassVar[int]
     prefill_tokens: int
     decode_tokens: int
     context_tokens: int
     duration_us: int
-    def __init__(self, prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., duration_us: _Optional[int] = ...) -> None: ...
+    prefill_pairs: float
+    def __init__(self, prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., duration_us: _Optional[int] = ..., prefill_pairs: _Optional[float] = ...) -> None: ...

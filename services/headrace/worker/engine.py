@@ -175,6 +175,8 @@ class StepCost:
     #: Tokens in the KV of all that decoded.
     context_tokens: int
     duration_s: float
+    #: Pairs of tokens that the prompts' attention looked at; 0 = not known.
+    prefill_pairs: float = 0.0
 
 
 @dataclass(slots=True)

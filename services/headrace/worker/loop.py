@@ -284,7 +284,8 @@ class BatchLoop:
                 composer.complete(step, drawn, ended)
                 if not step.empty:
                     self._iteration += 1
-                    cost = StepCost(step.prefill_tokens, step.decode_tokens, step.context_tokens, ended - now)
+                    pairs = sum(chunk.count * (chunk.start + chunk.count / 2) for chunk in step.chunks)
+                    cost = StepCost(step.prefill_tokens, step.decode_tokens, step.context_tokens, ended - now, pairs)
                     now = ended
             except Interrupted:
                 composer.abandon(step, self._clock())

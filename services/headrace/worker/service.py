@@ -269,6 +269,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 decode_tokens=step.decode_tokens,
                 context_tokens=step.context_tokens,
                 duration_us=int(step.duration_s * 1e6),
+                prefill_pairs=step.prefill_pairs,
             )
             for step in self._steps
         )

@@ -110,7 +110,7 @@ impl Core {
     }
 
     /// When an ask's first token is due: its order in the queue.
-    fn due_s(&self, ask: &Ask) -> f64 {
+    pub(super) fn due_s(&self, ask: &Ask) -> f64 {
         let target_s = ask.ttft_target_s.unwrap_or(self.policy.ttft_target_s[ask.class.rank()]);
         (self.now_s + target_s).min(ask.deadline_s.unwrap_or(f64::INFINITY))
     }
@@ -213,10 +213,10 @@ impl Core {
             prefill_ms: choice.prefill_ms,
             hit_tokens: choice.hit_tokens,
             held_blocks,
+            uncached_tokens: waiting.ask.prompt_tokens.saturating_sub(choice.hit_tokens),
         };
         let missing = &waiting.ask.block_hashes[held_blocks..];
-        self.fleet
-            .plan(self.now_s, choice.link, choice.prefill_ms, missing, true);
+        self.fleet.plan(self.now_s, &plan, missing, true);
         self.queue.plan(place, plan);
         self.watch_gate(choice.link);
     }
@@ -225,8 +225,7 @@ impl Core {
         if let Some(plan) = self.queue.unplan(place) {
             let ask = self.queue.get(place).map(|waiting| &waiting.ask);
             let missing = ask.map_or(&[][..], |ask| &ask.block_hashes[plan.held_blocks..]);
-            self.fleet
-                .plan(self.now_s, plan.worker, plan.prefill_ms, missing, false);
+            self.fleet.plan(self.now_s, &plan, missing, false);
         }
     }
 
@@ -271,7 +270,7 @@ impl Core {
             .ttft_target_s
             .map_or(f64::INFINITY, |target_s| waiting.arrived_s + target_s);
         let due_s = target_s.min(ask.deadline_s.unwrap_or(f64::INFINITY));
-        let first_s = SHED_MARGIN * choice.prefill_ms / 1e3;
+        let first_s = SHED_MARGIN * self.slowdown(choice.link).unwrap_or(1.0) * choice.prefill_ms / 1e3;
         if self.now_s + first_s <= due_s {
             return false;
         }

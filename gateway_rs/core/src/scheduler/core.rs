@@ -392,7 +392,7 @@ impl Core {
         let pool = &self.fleet.pools[pool];
         let fits = |link: &Link| {
             let worker = &self.fleet.workers[link];
-            worker.open() && worker.can_ever_run(ask) && worker.has_room(ask)
+            worker.open() && worker.can_ever_run(ask) && worker.has_slots(ask.choices)
         };
         let fitting = pool.ready.iter().copied().filter(fits);
         let score = |link| self.fleet.consider(now_s, link, ask, false, &self.placer).unwrap().1;

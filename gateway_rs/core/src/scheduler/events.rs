@@ -383,6 +383,8 @@ pub struct Load {
 pub struct StepReport {
     /// Prompt tokens computed.
     pub prefill_tokens: u32,
+    /// Pairs of tokens that their attention looked at ([`crate::cost::Shape::chunk_pairs`]); 0 = not said.
+    pub prefill_pairs: f64,
     /// Sequences that decoded.
     pub decode_tokens: u32,
     /// Context of those.

@@ -18,6 +18,7 @@ use super::{
     leases::{Lease, Phase},
     map::{Key, Map},
     pool::{common, Identity, Pool, PoolView},
+    queue::Plan,
     worker::Worker,
 };
 use crate::{
@@ -204,9 +205,7 @@ impl Fleet {
                     worker.unreported.add(&lease);
                     self.expected.add(worker.number, &lease.blocks);
                     if lease.phase == Phase::Prefill {
-                        worker.prefilling.insert(lease.id);
-                        worker.prefilling_ms += lease.prefill_ms;
-                        worker.add_prefill(now_s, lease.prefill_ms);
+                        worker.begin_prefill(now_s, &lease);
                     }
                 }
                 self.reorder(link);
@@ -223,11 +222,9 @@ impl Fleet {
             return None;
         }
         lease.phase = Phase::Decode;
-        let prefill_ms = lease.prefill_ms;
         let link = *self.instances.get(&lease.instance_id)?;
         let worker = self.workers.get_mut(&link)?;
-        if worker.prefilling.remove(&id) {
-            worker.prefilling_ms -= prefill_ms;
+        if worker.end_prefill(lease) {
             worker.bound_prefill(now_s);
         }
         self.reorder(link);
@@ -235,22 +232,25 @@ impl Fleet {
     }
 
     /// An ask waits here for that worker, or does not any more; these are the blocks that the worker did not hold.
-    pub(super) fn plan(&mut self, now_s: f64, link: Link, prefill_ms: f64, blocks: &[u64], waits: bool) {
-        let Some(worker) = self.workers.get_mut(&link) else {
+    pub(super) fn plan(&mut self, now_s: f64, plan: &Plan, blocks: &[u64], waits: bool) {
+        let Some(worker) = self.workers.get_mut(&plan.worker) else {
             return;
         };
+        let tokens = u64::from(plan.uncached_tokens);
         if waits {
             self.expected.add(worker.number, blocks);
             worker.planned += 1;
-            worker.planned_ms += prefill_ms;
-            worker.add_prefill(now_s, prefill_ms);
+            worker.planned_ms += plan.prefill_ms;
+            worker.planned_tokens += tokens;
+            worker.add_prefill(now_s, plan.prefill_ms);
         } else {
             self.expected.remove(worker.number, blocks);
             worker.planned -= 1;
-            worker.planned_ms -= prefill_ms;
-            worker.drop_prefill(now_s, prefill_ms);
+            worker.planned_ms -= plan.prefill_ms;
+            worker.planned_tokens -= tokens;
+            worker.drop_prefill(now_s, plan.prefill_ms);
         }
-        self.reorder(link);
+        self.reorder(plan.worker);
     }
 
     /// A request is put aside: it holds no slot and no KV.
@@ -283,14 +283,13 @@ impl Fleet {
         // As if it began now: no report before this one knows of it.
         lease.granted_s = now_s;
         lease.phase = Phase::Prefill;
-        lease.prefill_ms =
-            self.kinds
-                .prefill_ms(worker.kind, worker.pace, lease.prompt_tokens + lease.output_tokens, 0);
+        lease.uncached_tokens = lease.prompt_tokens + lease.output_tokens;
+        lease.prefill_ms = self
+            .kinds
+            .prefill_ms(worker.kind, worker.pace, lease.uncached_tokens, 0);
         worker.held.add(lease);
         worker.unreported.add(lease);
-        worker.prefilling.insert(id);
-        worker.prefilling_ms += lease.prefill_ms;
-        worker.add_prefill(now_s, lease.prefill_ms);
+        worker.begin_prefill(now_s, lease);
         self.reorder(link);
     }
 
@@ -358,8 +357,7 @@ impl Fleet {
             worker.held.discard(&lease);
             worker.unreported.discard(&lease);
             self.expected.remove(worker.number, &lease.blocks);
-            if worker.prefilling.remove(&id) {
-                worker.prefilling_ms -= lease.prefill_ms;
+            if worker.end_prefill(&lease) {
                 worker.drop_prefill(now_s, lease.prefill_ms);
             }
             if lease.phase == Phase::Aside {
@@ -468,6 +466,11 @@ impl Fleet {
             assert_eq!(worker.prefilling.len(), prefilling.len());
             assert!(worker.aside.iter().all(|(_, id)| self.leases[id].phase == Phase::Aside));
             let sum: f64 = prefilling.iter().map(|id| self.leases[id].prefill_ms).sum();
+            let tokens: u64 = prefilling
+                .iter()
+                .map(|id| u64::from(self.leases[id].uncached_tokens))
+                .sum();
+            assert_eq!(worker.prefilling_tokens, tokens);
             assert!(
                 (worker.prefilling_ms - sum).abs() < 1e-3 * (1.0 + sum),
                 "{} {sum}",

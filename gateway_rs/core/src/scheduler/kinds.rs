@@ -30,6 +30,9 @@ const FIRST_STEPS: u64 = 64;
 /// How far a worker's steps must be from its kind's for another pace, in steps.
 const PACE_SLACK: f64 = 0.75;
 
+/// Prompts never stand still: a step's floor is computed even when decoding alone takes the target.
+const MOST_SLOWDOWN: f64 = 5.0;
+
 /// How a worker differs from its kind: it takes `PACE_STEP` to the power of this times as long.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Pace(i8);
@@ -144,6 +147,13 @@ impl Kinds {
             .then(|| self.kinds[kind].model.first_token_ms(new, cached) * pace.times())
     }
 
+    /// How many times as long prompts take beside so much decoding, in steps that keep to a target; None as above.
+    pub fn slowdown(&self, kind: KindId, pace: Pace, step: &Shape, target_ms: f64) -> Option<f64> {
+        let decode_ms = self.kinds[kind].model.step_ms(step) * pace.times();
+        self.trusted(kind)
+            .then(|| (target_ms / (target_ms - decode_ms).max(target_ms / MOST_SLOWDOWN)).max(1.0))
+    }
+
     /// The most prompt tokens beside so much decoding that keep a step within the target; None as above.
     pub fn chunk_tokens(
         &self,
@@ -181,7 +191,10 @@ impl Kinds {
     pub fn observe(&mut self, kind: KindId, drift: &mut Drift, steps: &[StepReport]) {
         let model = &mut self.kinds[kind].model;
         for step in steps {
-            let shape = Shape::decode(step.decode_tokens, step.context_tokens).with_chunk(step.prefill_tokens, 0);
+            let mut shape = Shape::decode(step.decode_tokens, step.context_tokens).with_chunk(step.prefill_tokens, 0);
+            if step.prefill_pairs > 0.0 {
+                shape.chunk_pairs = step.prefill_pairs;
+            }
             let measured_ms = step.duration_s * 1e3;
             let predicted_ms = model.step_ms(&shape);
             if model.error().steps >= FIRST_STEPS && predicted_ms > 0.0 && measured_ms > 0.0 {
@@ -202,6 +215,34 @@ impl Kinds {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_prompts_do_not_make_short_ones_look_dear() {
+        let mut kinds = Kinds::default();
+        let table = "a100-llama3-8b";
+        let kind = kinds.of(&Description {
+            cost_table: table.into(),
+            ..Description::default()
+        });
+        let truth = CostTable::named(table).expect("built in");
+        let before_ms = kinds.prefill_ms(kind, Pace::default(), 1000, 0);
+        let mut drift = Drift::default();
+        // Chunks of 2,048 far behind in long prompts: their attention costs more than all else.
+        for behind in (0..400).map(|round| 40_000 + 100 * round) {
+            let shape = Shape::decode(4, 8000).with_chunk(2048, behind);
+            let step = StepReport {
+                prefill_tokens: shape.chunk_tokens,
+                prefill_pairs: shape.chunk_pairs,
+                decode_tokens: shape.decodes,
+                context_tokens: shape.context_tokens,
+                duration_s: truth.step_ms(&shape) / 1e3,
+            };
+            kinds.observe(kind, &mut drift, &[step]);
+        }
+        let after_ms = kinds.prefill_ms(kind, Pace::default(), 1000, 0);
+        assert!((after_ms / before_ms - 1.0).abs() < 0.02, "{before_ms} {after_ms}");
+        assert_eq!(drift.pace, Pace::default());
+    }
 
     #[test]
     fn kinds_of_workers_that_are_gone_are_forgotten_in_the_end() {

@@ -10,6 +10,7 @@ use super::{
     fair::AccountId,
     lengths::Root,
     map::Key,
+    queue::Urgency,
 };
 
 /// KV that an answer is expected to take at most, before it is there. Optimistic on purpose: a worker that runs out lets its
@@ -45,6 +46,10 @@ pub struct Lease {
     pub phase: Phase,
     /// Predicted work of its prompt.
     pub prefill_ms: f64,
+    /// Prompt tokens that its worker has to compute for it.
+    pub uncached_tokens: u32,
+    /// Among prompts at its worker.
+    pub urgency: Urgency,
     /// From the grant to its first token, as predicted; None = the model could not say, or it has come.
     pub predicted_ttft_s: Option<f64>,
     /// Its tenant's account, and what was charged to it; None = it was announced by its router.

@@ -15,6 +15,8 @@ use super::{
     fleet::Fleet,
     leases::{kv_tokens, Lease, Phase},
     lengths::Root,
+    map::Key,
+    queue::Urgency,
     worker::Worker,
 };
 use crate::{
@@ -86,6 +88,11 @@ impl Core {
             phase: Phase::Prefill,
             prefill_ms: (self.fleet.consider(self.now_s, worker, ask, false, self.placer()))
                 .map_or(0.0, |(choice, _)| choice.prefill_ms),
+            uncached_tokens: ask.prompt_tokens,
+            urgency: Urgency {
+                rank: ask.class.rank(),
+                due: Key(self.due_s(ask)),
+            },
             predicted_ttft_s: None,
             charged: None,
             root: Root::of(ask),

@@ -11,7 +11,7 @@ use super::{
     lengths::Root,
     map::Key,
     preemption::MAX_PREEMPTED,
-    queue::Place,
+    queue::{Place, Urgency},
     rate::Rate,
 };
 use crate::cost::Shape;
@@ -81,6 +81,11 @@ impl Core {
             // It has been running for a while: its router says nothing of its first token any more.
             phase: Phase::Decode,
             prefill_ms: 0.0,
+            uncached_tokens: 0,
+            urgency: Urgency {
+                rank: Class::Standard.rank(),
+                due: Key(self.now_s),
+            },
             predicted_ttft_s: None,
             charged: None,
             root: Root {
@@ -285,6 +290,14 @@ impl Core {
         self.set_chunk(link);
         self.room_changed(link);
         self.offer(link);
+    }
+
+    /// How many times as long a prompt takes beside what a worker decodes; None when nobody can say.
+    pub(super) fn slowdown(&self, link: Link) -> Option<f64> {
+        let worker = self.fleet.workers.get(&link)?;
+        let target_ms = CHUNK_SHARE * 1e3 * worker.held.tpot_target_s()?;
+        let step = Shape::decode(worker.decoding(), worker.load.context_tokens);
+        self.fleet.kinds.slowdown(worker.kind, worker.pace, &step, target_ms)
     }
 
     /// Tells a worker how many prompt tokens go beside its decoding, when that has changed much.

@@ -25,7 +25,8 @@ const STEAL_LOOKAHEAD: usize = 8;
 
 impl Core {
     /// Finds a worker for one ask. Those before it in line were tried when they came, and since. True when it has been
-    /// granted; when its worker is busy with prompts, it waits for that one.
+    /// granted; when its worker is busy with prompts before it or has no KV for it yet, it waits for that one: another would
+    /// have to compute what this one holds.
     pub(super) fn place_newcomer(&mut self, place: Place) -> bool {
         let mut busy: Option<Choice> = None;
         for at in 0..MAX_POOLS {
@@ -42,7 +43,10 @@ impl Core {
             let Some(choice) = found else {
                 continue;
             };
-            if !self.is_busy(choice.link) {
+            if self.fits(place, choice.link, choice.hit_tokens)
+                && !self.is_busy(place, choice.link)
+                && !self.is_throttled(choice.link)
+            {
                 self.grant(place, &choice);
                 return true;
             }
@@ -54,17 +58,31 @@ impl Core {
         false
     }
 
-    /// Whether a worker has prompts enough for now, as far as its predictions can be trusted; or its pool has.
-    fn is_busy(&mut self, link: Link) -> bool {
-        let Some(worker) = self.fleet.workers.get(&link) else {
+    /// Whether a worker has room for an ask now.
+    pub(super) fn fits(&self, place: Place, link: Link, hit_tokens: u32) -> bool {
+        let (worker, waiting) = (self.fleet.workers.get(&link), self.queue.get(place));
+        worker
+            .zip(waiting)
+            .is_some_and(|(worker, waiting)| worker.open() && worker.has_room(&waiting.ask, hit_tokens))
+    }
+
+    /// Whether a worker has enough to compute before that ask, as far as its predictions can be trusted.
+    fn is_busy(&self, place: Place, link: Link) -> bool {
+        let (Some(worker), Some(waiting)) = (self.fleet.workers.get(&link), self.queue.get(place)) else {
             return false;
         };
-        if !self.fleet.kinds.trusted(worker.kind) {
-            return false;
-        }
         let ahead_ms = self.policy.dispatch_ahead_s * 1e3;
-        let fed = !worker.prefilling.is_empty() && worker.fed_ms(self.now_s) > ahead_ms;
-        fed || (self.policy.prefill_share > 0.0 && self.prefill_left_ms(link) <= 0.0)
+        self.fleet.kinds.trusted(worker.kind)
+            && worker.fed_ms(self.now_s) > ahead_ms
+            && worker.before_ms(self.now_s, waiting.urgency(), &self.fleet.leases) > ahead_ms
+    }
+
+    /// Whether a worker's pool has been given its share of prefill, as far as predictions can be trusted.
+    fn is_throttled(&mut self, link: Link) -> bool {
+        let kind = self.fleet.workers.get(&link).map(|worker| worker.kind);
+        self.policy.prefill_share > 0.0
+            && kind.is_some_and(|kind| self.fleet.kinds.trusted(kind))
+            && self.prefill_left_ms(link) <= 0.0
     }
 
     /// Prefill that a worker's pool may still be given. A second's share can be saved up.
@@ -81,9 +99,12 @@ impl Core {
         left_ms
     }
 
-    /// Looks at a worker again when it has computed enough.
+    /// Looks at a worker again when it has computed enough. What else it may lack, its reports and releases tell.
     pub(super) fn watch_gate(&mut self, link: Link) {
-        let Some(worker) = self.fleet.workers.get(&link) else {
+        let first = self.queue.planned(link).next().map(|waiting| waiting.place);
+        let held_back = first.is_some_and(|place| self.is_busy(place, link)) || self.is_throttled(link);
+        let Some(worker) = self.fleet.workers.get(&link).filter(|_| held_back) else {
+            self.close_gate(link);
             return;
         };
         let mut gate_s = worker.fed_until_s(self.policy.dispatch_ahead_s * 1e3);
@@ -137,19 +158,19 @@ impl Core {
         if !worker.aside.is_empty() {
             self.go_on(link);
         }
-        if !self.queue.waits_in(&pool) || self.is_busy(link) {
+        if !self.queue.waits_in(&pool) || self.is_throttled(link) {
             return None;
         }
         let own = self.next_planned(link);
         let worker = self.fleet.workers.get(&link)?;
-        let may_steal = own.is_none() && worker.waiting() == 0 && reserved.is_none();
+        let idle = own.is_none() && worker.held.is_empty() && reserved.is_none();
         let own_turn = own
             .and_then(|place| self.queue.get(place))
             .map(|waiting| self.queue.turn(waiting));
         let (mut next, mut wants_room, mut looked_at) = (None, None, 0);
         for waiting in self.queue.in_turn(&pool).take(LOOKAHEAD) {
-            // One of its own comes first.
-            if own_turn.is_some_and(|turn| turn <= self.queue.turn(waiting)) {
+            // One of its own comes first; and who comes later has no less before it.
+            if own_turn.is_some_and(|turn| turn <= self.queue.turn(waiting)) || self.is_busy(waiting.place, link) {
                 break;
             }
             let kept_for_another = reserved.is_some_and(|place| place != waiting.place);
@@ -158,7 +179,7 @@ impl Core {
             }
             if let Some(plan) = waiting.plan.filter(|plan| self.is_of(plan.worker, &pool)) {
                 looked_at += 1;
-                if may_steal && looked_at <= STEAL_LOOKAHEAD && worker.has_room(&waiting.ask) {
+                if idle && looked_at <= STEAL_LOOKAHEAD {
                     if let Some(choice) = self.better_than(link, &plan, &waiting.ask) {
                         next = Some((waiting.place, choice));
                         break;
@@ -166,10 +187,10 @@ impl Core {
                 }
                 continue;
             }
-            if worker.has_room(&waiting.ask) {
-                let (choice, _) = self
-                    .fleet
-                    .consider(self.now_s, link, &waiting.ask, false, &self.placer)?;
+            let (choice, _) = self
+                .fleet
+                .consider(self.now_s, link, &waiting.ask, false, &self.placer)?;
+            if worker.has_room(&waiting.ask, choice.hit_tokens) {
                 next = Some((waiting.place, choice));
                 break;
             }
@@ -194,15 +215,17 @@ impl Core {
         next
     }
 
-    /// The first of those that wait for this worker; who does not fit any more waits for any.
+    /// The first of those that wait for this worker, when it has the time and the KV; who finds no slot any more waits for
+    /// any worker.
     fn next_planned(&mut self, link: Link) -> Option<Place> {
         loop {
             let worker = self.fleet.workers.get(&link)?;
             let waiting = self.queue.planned(link).next()?;
-            if worker.open() && worker.can_ever_run(&waiting.ask) && worker.has_room(&waiting.ask) {
-                return Some(waiting.place);
+            let (place, ask) = (waiting.place, &waiting.ask);
+            if worker.open() && worker.can_ever_run(ask) && worker.has_slots(ask.choices) {
+                let hit_tokens = waiting.plan.map_or(0, |plan| plan.hit_tokens);
+                return (self.fits(place, link, hit_tokens) && !self.is_busy(place, link)).then_some(place);
             }
-            let place = waiting.place;
             self.unplan(place);
         }
     }
@@ -217,11 +240,10 @@ impl Core {
     /// That worker as a choice, if it is better than waiting for the one that was planned.
     fn better_than(&self, link: Link, plan: &Plan, ask: &Ask) -> Option<Choice> {
         let (here, here_score) = self.fleet.consider(self.now_s, link, ask, false, &self.placer)?;
-        let (there, there_score) = self.fleet.consider(self.now_s, plan.worker, ask, true, &self.placer)?;
-        // Its own prompt is counted there.
-        let there_score = there_score - plan.prefill_ms.min(there.pending_ms);
+        let there_score = self.fleet.planned_score(self.now_s, plan, ask, &self.placer)?;
         (here_score < there_score).then_some(here)
     }
+
     /// Counts against whoever is first in that pool's line and is not the one that is served.
     fn count_pass(&mut self, pool: &str, served: Place) {
         let first = self.queue.in_turn(pool).next().map(|waiting| waiting.place);
@@ -281,7 +303,9 @@ impl Core {
             .fleet
             .kinds
             .first_token_ms(worker.kind, worker.pace, uncached, choice.hit_tokens);
-        let predicted_ttft_s = first_ms.map(|first_ms| (worker.fed_ms(self.now_s) + first_ms) / 1e3);
+        let before_ms = worker.before_ms(self.now_s, waiting.urgency(), &self.fleet.leases);
+        let slowdown = self.slowdown(link).unwrap_or(1.0);
+        let predicted_ttft_s = first_ms.map(|first_ms| slowdown * (before_ms + first_ms) / 1e3);
         self.actions.push(Action::Granted(Box::new(Grant {
             link: waiting.link,
             ask: ask.number,
@@ -320,6 +344,8 @@ impl Core {
             class: ask.class,
             phase: Phase::Prefill,
             prefill_ms: choice.prefill_ms,
+            uncached_tokens: uncached,
+            urgency: waiting.urgency(),
             predicted_ttft_s,
             charged: Some((waiting.account, charge)),
             root,

@@ -5,7 +5,7 @@ use super::{
     core::Core,
     events::{Ask, Class, LeaseId, Link},
     leases::{Lease, Phase},
-    queue::{Place, AGING_S},
+    queue::{Place, Urgency, Waiting, AGING_S},
 };
 
 /// A request that was put aside so often is left alone.
@@ -17,7 +17,12 @@ const PREEMPT_UNTIL: f64 = 0.8;
 impl Core {
     /// Puts batch work aside for an ask that finds no room; true when it runs.
     pub(super) fn make_room(&mut self, place: Place) -> bool {
-        let Some(waiting) = self.queue.get(place).filter(|waiting| waiting.plan.is_none()) else {
+        // What waits for its turn alone is not helped.
+        let lacks_room = |waiting: &&Waiting| match waiting.plan {
+            Some(plan) => !self.fits(place, plan.worker, plan.hit_tokens),
+            None => true,
+        };
+        let Some(waiting) = self.queue.get(place).filter(lacks_room) else {
             return false;
         };
         let Some((link, victim)) = self.victim(&waiting.ask) else {
@@ -29,11 +34,11 @@ impl Core {
         let fits = |core: &Self| {
             let worker = core.fleet.workers.get(&link)?;
             let ask = &core.queue.get(place)?.ask;
-            (worker.open() && worker.has_room(ask)).then_some(())?;
-            core.fleet.consider(core.now_s, link, ask, false, &core.placer)
+            let (choice, _) = core.fleet.consider(core.now_s, link, ask, false, &core.placer)?;
+            (worker.open() && worker.has_room(ask, choice.hit_tokens)).then_some(choice)
         };
         match fits(self) {
-            Some((choice, _)) => {
+            Some(choice) => {
                 self.grant(place, &choice);
                 true
             }
@@ -90,6 +95,14 @@ impl Core {
                 return;
             }
             self.fleet.go_on(self.now_s, link, id);
+            if let Some(lease) = self.fleet.leases.get_mut(&id).filter(|_| aged) {
+                // It has waited its time: nobody goes before it again.
+                lease.preempted = MAX_PREEMPTED;
+                lease.urgency = Urgency {
+                    rank: Class::Interactive.rank(),
+                    due: since,
+                };
+            }
             self.measures.resumed += 1;
             self.actions.push(Action::Resume { link, lease: id });
         }

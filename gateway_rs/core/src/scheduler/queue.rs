@@ -63,8 +63,19 @@ pub struct Plan {
     pub prefill_ms: f64,
     /// Prompt tokens that it is believed to hold.
     pub hit_tokens: u32,
+    /// And the rest.
+    pub uncached_tokens: u32,
     /// Of the prompt's blocks, those that it held.
     pub held_blocks: usize,
+}
+
+/// Whose prompt is computed first where tenants do not matter: lower is first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Urgency {
+    /// Its class, or a higher one when it has waited long.
+    pub rank: usize,
+    /// When it is due.
+    pub due: Key,
 }
 
 /// Where an ask comes in a line: lower is served first.
@@ -475,6 +486,14 @@ impl Waiting {
     /// Its class, or a higher one when it has waited long.
     pub fn rank(&self) -> usize {
         self.rank
+    }
+
+    /// Among prompts at a worker.
+    pub fn urgency(&self) -> Urgency {
+        Urgency {
+            rank: self.rank,
+            due: self.due,
+        }
     }
 
     /// When it moves up a class, while there is one.

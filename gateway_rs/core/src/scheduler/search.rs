@@ -15,6 +15,7 @@ use super::{
     kinds::{KindId, Pace},
     map::{Key, Map},
     pool::{by_lot, Pool},
+    queue::Plan,
     worker::Worker,
 };
 use crate::{
@@ -70,7 +71,7 @@ impl Fleet {
         &mut self.blocks
     }
 
-    /// The worker of that pool to run this, by the rule; it has room, if perhaps not yet time.
+    /// The worker of that pool to run this, by the rule; it has a slot, if perhaps not yet the time or the KV.
     pub(super) fn choose(
         &mut self,
         now_s: f64,
@@ -117,6 +118,15 @@ impl Fleet {
         let request = self.kinds.request(worker.kind, worker.pace, ask);
         let score = placer.score(&request, &candidate);
         Some((choice(link, &candidate, score), score))
+    }
+
+    /// The score of a worker for an ask that waits for it, without counting that.
+    pub(super) fn planned_score(&self, now_s: f64, plan: &Plan, ask: &Ask, placer: &Placer) -> Option<f64> {
+        let worker = self.workers.get(&plan.worker)?;
+        let mut candidate = worker.candidate(now_s, &self.kinds, ask, plan.hit_tokens);
+        candidate.waiting = candidate.waiting.saturating_sub(1);
+        candidate.pending_prefill_ms = (candidate.pending_prefill_ms - plan.prefill_ms).max(0.0);
+        Some(placer.score(&self.kinds.request(worker.kind, worker.pace, ask), &candidate))
     }
 
     /// The soonest that an idle worker of the pool would have the first token of this; None when nobody can say.
@@ -168,7 +178,7 @@ impl<'a> Search<'a> {
     fn fitting(&self, link: Link) -> Option<&'a Worker> {
         self.looked_at.set(self.looked_at.get() + 1);
         let worker = self.fleet.workers.get(&link)?;
-        (worker.open() && worker.can_ever_run(self.ask) && worker.has_room(self.ask)).then_some(worker)
+        (worker.open() && worker.can_ever_run(self.ask) && worker.has_slots(self.ask.choices)).then_some(worker)
     }
 
     /// The least marginal delay, exactly, by lot among equals.

@@ -7,11 +7,9 @@ use super::{
     kinds::{Drift, KindId, Kinds, Pace},
     leases::{kv_tokens, Held, Lease, Phase},
     map::{Key, Map},
+    queue::Urgency,
 };
-use crate::{
-    credits::Room,
-    place::{Candidate, BLOCK_TOKENS},
-};
+use crate::{credits::Room, place::Candidate};
 
 /// One instance of a worker, as believed.
 #[derive(Debug)]
@@ -52,8 +50,11 @@ pub struct Worker {
     /// Asks that wait for it here.
     pub(super) planned: u32,
     pub(super) planned_ms: f64,
+    pub(super) planned_tokens: u64,
     /// Predicted work of prompts that were given to it and have no first token.
     pub(super) prefilling_ms: f64,
+    /// Tokens of those prompts that it has to compute.
+    pub(super) prefilling_tokens: u64,
     /// When it will have computed all prompts, those of asks that wait for it here too.
     pub(super) idle_at_s: f64,
     /// The longest prompt that its pool counts on it for; None = it is not ready.
@@ -99,7 +100,9 @@ impl Worker {
             believed: VecDeque::new(),
             planned: 0,
             planned_ms: 0.0,
+            planned_tokens: 0,
             prefilling_ms: 0.0,
+            prefilling_tokens: 0,
             idle_at_s: f64::NEG_INFINITY,
             serves_prompt_tokens: None,
             slots: 1,
@@ -146,9 +149,41 @@ impl Worker {
         (self.pending_ms(now_s) - self.planned_ms).max(0.0)
     }
 
+    /// Predicted work of prompts that it is computing and has computed already.
+    fn done_ms(&self, now_s: f64) -> f64 {
+        (self.prefilling_ms - self.fed_ms(now_s)).max(0.0)
+    }
+
+    /// Of what it has been given, what comes before such a prompt: a worker computes what is due first.
+    pub fn before_ms(&self, now_s: f64, urgency: Urgency, leases: &Map<LeaseId, Lease>) -> f64 {
+        let given = self.prefilling.iter().filter_map(|id| leases.get(id));
+        let before = given.filter(|lease| lease.urgency <= urgency);
+        let before_ms: f64 = before.map(|lease| lease.prefill_ms).sum();
+        (before_ms - self.done_ms(now_s)).max(0.0)
+    }
+
     /// When no more than that is left of what it has been given.
     pub fn fed_until_s(&self, ahead_ms: f64) -> f64 {
         self.idle_at_s - (self.planned_ms + ahead_ms) / 1e3
+    }
+
+    /// A lease's prompt is to be computed.
+    pub(super) fn begin_prefill(&mut self, now_s: f64, lease: &Lease) {
+        if self.prefilling.insert(lease.id) {
+            self.prefilling_ms += lease.prefill_ms;
+            self.prefilling_tokens += u64::from(lease.uncached_tokens);
+            self.add_prefill(now_s, lease.prefill_ms);
+        }
+    }
+
+    /// It has been, or need not be any more; whether that is news.
+    pub(super) fn end_prefill(&mut self, lease: &Lease) -> bool {
+        let was = self.prefilling.remove(&lease.id);
+        if was {
+            self.prefilling_ms -= lease.prefill_ms;
+            self.prefilling_tokens -= u64::from(lease.uncached_tokens);
+        }
+        was
     }
 
     pub(super) fn add_prefill(&mut self, now_s: f64, ms: f64) {
@@ -187,10 +222,13 @@ impl Worker {
 
     pub(super) fn candidate(&self, now_s: f64, kinds: &Kinds, ask: &Ask, hit_tokens: u32) -> Candidate {
         let pending_prefill_ms = self.pending_ms(now_s);
-        let token_ms = kinds.prefill_ms(self.kind, self.pace, BLOCK_TOKENS, 0) / f64::from(BLOCK_TOKENS);
+        let (all_ms, all_tokens) = (
+            self.prefilling_ms + self.planned_ms,
+            self.prefilling_tokens + self.planned_tokens,
+        );
         Candidate {
             pending_prefill_ms,
-            pending_prefill_tokens: (pending_prefill_ms / token_ms) as u64,
+            pending_prefill_tokens: (pending_prefill_ms / all_ms.max(1e-9) * all_tokens as f64) as u64,
             prefill_ms: kinds.prefill_ms(self.kind, self.pace, ask.prompt_tokens - hit_tokens, hit_tokens),
             hit_tokens,
             decoding: self.decoding(),
@@ -200,9 +238,13 @@ impl Worker {
         }
     }
 
-    /// KV held by requests, and what is known to come.
+    /// KV held by requests, and what is known to come: no more than all of them would take without sharing, since a report
+    /// may count a prompt's blocks both as held and as still to be computed.
     pub fn kv_demand_tokens(&self) -> u64 {
-        self.reported_kv_tokens + self.unreported.kv_tokens
+        let to_come = self.reported_prompt_tokens + self.unreported.kv_tokens;
+        (self.reported_kv_tokens + to_come)
+            .min(self.held.kv_tokens)
+            .max(self.reported_kv_tokens)
     }
 
     /// Whether it may have this ask when there is room.
@@ -212,15 +254,19 @@ impl Worker {
             && !ask.avoid_instances.contains(&self.hello.instance_id)
     }
 
-    /// Whether there is room for this ask now. Who has nothing to do has room for anything.
-    pub fn has_room(&self, ask: &Ask) -> bool {
-        if self.held.is_empty() && self.promised == Room::NONE {
-            return true;
-        }
-        if self.held.choices + self.promised.choices + u64::from(ask.choices) > self.limit {
-            return false;
-        }
-        self.has_kv(kv_tokens(ask))
+    fn has_nothing(&self) -> bool {
+        self.held.is_empty() && self.promised == Room::NONE
+    }
+
+    /// Whether so many choices more may be leased now. Who has nothing to do takes anything.
+    pub fn has_slots(&self, choices: u32) -> bool {
+        self.has_nothing() || self.held.choices + self.promised.choices + u64::from(choices) <= self.limit
+    }
+
+    /// Whether there is room for this ask now, of whose prompt it holds so much.
+    pub fn has_room(&self, ask: &Ask, hit_tokens: u32) -> bool {
+        let tokens = kv_tokens(ask).saturating_sub(u64::from(hit_tokens));
+        self.has_nothing() || self.has_slots(ask.choices) && self.has_kv(tokens)
     }
 
     /// Whether so much KV more is there.
@@ -248,7 +294,7 @@ impl Worker {
             .unwrap_or(u64::from(u32::MAX));
         self.max_prompt_tokens = (bound - 1).min(u64::from(u32::MAX)) as u32;
         self.reported_prompt_tokens = load.waiting_prompt_tokens + load.running_prompt_tokens;
-        self.reported_kv_tokens = u64::from(load.kv_blocks_used) * block_tokens + self.reported_prompt_tokens;
+        self.reported_kv_tokens = u64::from(load.kv_blocks_used) * block_tokens;
     }
 
     /// Prompt tokens that it need not compute, when it holds so many leading blocks.
@@ -263,18 +309,24 @@ impl Worker {
             for id in self.prefilling.clone() {
                 if let Some(lease) = leases.get_mut(&id).filter(|lease| !self.unreported.contains(lease)) {
                     lease.phase = Phase::Decode;
-                    self.prefilling.remove(&id);
-                    self.prefilling_ms -= lease.prefill_ms;
+                    self.end_prefill(lease);
                 }
             }
         }
         let prefilling = self.prefilling.iter().filter_map(|id| leases.get(id));
-        let unreported = prefilling.filter(|lease| self.unreported.contains(lease));
-        let unreported_ms: f64 = unreported.map(|lease| lease.prefill_ms).sum();
-        let tokens = self.reported_prompt_tokens.min(u64::from(u32::MAX)) as u32;
-        let reported_ms = kinds.prefill_ms(self.kind, self.pace, tokens.min(BLOCK_TOKENS), 0)
-            * (f64::from(tokens) / f64::from(BLOCK_TOKENS)).max(1.0);
-        self.idle_at_s = now_s + (reported_ms + unreported_ms + self.planned_ms) / 1e3;
+        let known = prefilling.filter(|lease| !self.unreported.contains(lease));
+        let known_tokens: u64 = known.map(|lease| u64::from(lease.uncached_tokens)).sum();
+        // What it has computed of them: of one prompt from its start, mostly, and the beginning of a prompt costs less than
+        // its end. A report counts prompts that wait in full, so this errs towards too little.
+        let done_tokens = (self.prefilling_tokens)
+            .saturating_sub(self.reported_prompt_tokens)
+            .min(known_tokens);
+        let mut left_ms = self.prefilling_ms;
+        if done_tokens > 0 {
+            let done_tokens = u32::try_from(done_tokens).unwrap_or(u32::MAX);
+            left_ms = (left_ms - kinds.prefill_ms(self.kind, self.pace, done_tokens, 0)).max(0.0);
+        }
+        self.idle_at_s = now_s + (left_ms + self.planned_ms) / 1e3;
         self.bound_prefill(now_s);
     }
 }

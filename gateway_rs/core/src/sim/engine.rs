@@ -699,6 +699,7 @@ impl Engine {
         if self.steps.len() < STEPS_REPORTED {
             self.steps.push(StepReport {
                 prefill_tokens: shape.chunk_tokens,
+                prefill_pairs: shape.chunk_pairs,
                 decode_tokens: shape.decodes,
                 context_tokens: shape.context_tokens,
                 duration_s,

@@ -4,7 +4,6 @@
 //! workers, and tells the scheduler what workers and routers would tell it, as late as configured. Every draw comes from
 //! the run's seed: the same configuration, workload and seed give the same outcome to the last bit.
 
-pub mod direct;
 pub mod engine;
 pub mod kv;
 pub mod outcome;
@@ -28,24 +27,6 @@ use crate::scheduler::events::{
     Ask, BlockChange, Books, Description, Event, LeaseId, Link, Load, Outcome as Ending, WorkerHello, WorkerState,
 };
 use crate::scheduler::Core;
-
-/// What decides in a simulation.
-pub trait Scheduler {
-    /// As of the live core.
-    fn step(&mut self, now_s: f64, event: Event, actions: &mut Vec<Action>);
-    /// As of the live core.
-    fn next_wakeup(&self) -> Option<f64>;
-}
-
-impl Scheduler for Core {
-    fn step(&mut self, now_s: f64, event: Event, actions: &mut Vec<Action>) {
-        Core::step(self, now_s, event, actions);
-    }
-
-    fn next_wakeup(&self) -> Option<f64> {
-        Core::next_wakeup(self)
-    }
-}
 
 /// Workers that are alike.
 #[derive(Clone, Debug)]
@@ -181,12 +162,7 @@ struct Progress {
 pub type OnProgress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
 /// Runs a workload. None when `progress` stopped it; it is called with requests ended and requests in all.
-pub fn run<S: Scheduler>(
-    config: &Config,
-    workload: &Workload,
-    scheduler: S,
-    progress: OnProgress<'_>,
-) -> Option<Outcome> {
+pub fn run(config: &Config, workload: &Workload, scheduler: Core, progress: OnProgress<'_>) -> Option<Outcome> {
     let mut run = Run::new(config, workload, scheduler);
     run.begin();
     let all = workload.requests.len() as u64;
@@ -207,10 +183,10 @@ pub fn run<S: Scheduler>(
     Some(run.finish())
 }
 
-struct Run<'a, S> {
+struct Run<'a> {
     config: &'a Config,
     workload: &'a Workload,
-    scheduler: S,
+    scheduler: Core,
     rng: StdRng,
     now_s: f64,
     events: BinaryHeap<Timed>,
@@ -236,8 +212,8 @@ struct Run<'a, S> {
     heartbeat_s: f64,
 }
 
-impl<'a, S: Scheduler> Run<'a, S> {
-    fn new(config: &'a Config, workload: &'a Workload, scheduler: S) -> Self {
+impl<'a> Run<'a> {
+    fn new(config: &'a Config, workload: &'a Workload, scheduler: Core) -> Self {
         let count = workload.requests.len();
         let mut pools: Vec<Arc<str>> = Vec::new();
         for group in &config.groups {
@@ -325,7 +301,8 @@ impl<'a, S: Scheduler> Run<'a, S> {
         (each.link, each.instance) = (link, instance);
         let engine = each.engine.config();
         let description = Description {
-            model: engine.table.model.as_str().into(),
+            // Whoever is in one pool serves one model, whatever its table was measured with.
+            model: Arc::clone(&self.config.groups[each.group].pool),
             engine: "sim".into(),
             context_tokens: u32::try_from(each.engine.most_tokens()).unwrap_or(u32::MAX),
             block_tokens: engine.block_tokens,
@@ -714,7 +691,6 @@ impl<'a, S: Scheduler> Run<'a, S> {
 
 #[cfg(test)]
 mod tests {
-    use super::direct::Direct;
     use super::settings::Settings;
     use super::workload::{Request, Synthetic};
     use super::*;
@@ -722,17 +698,8 @@ mod tests {
     #[test]
     fn the_live_core_serves_a_simulated_mesh() {
         let workload = made_up(2000, 40.0);
-        let settings =
-            Settings::parse(r#"{"shed": false, "faults": [[5, 0, 4], [12, 1, 4]], "groups": [{"workers": 4}]}"#);
-        let (config, _) = settings.expect("settings").check(64).expect("sound");
-        let run = || {
-            let policy = crate::scheduler::Policy {
-                shed: false,
-                ..crate::scheduler::Policy::default()
-            };
-            let core = Core::new(policy, 1, 0.0, 1);
-            run(&config, &workload, core, &mut |_, _| true).expect("not stopped")
-        };
+        let json = r#"{"shed": false, "faults": [[5, 0, 4], [12, 1, 4]], "groups": [{"workers": 4}]}"#;
+        let run = || simulated(json, &workload);
         let (outcome, again) = (run(), run());
         let summary = outcome.summary(|_| true);
         assert_eq!((summary.finished, summary.rejected), (2000, 0));
@@ -741,19 +708,8 @@ mod tests {
 
     fn simulated(json: &str, workload: &Workload) -> Outcome {
         let settings = Settings::parse(json).expect("settings");
-        let (config, policy) = settings.check(workload.block_tokens).expect("sound");
-        let tables = config
-            .groups
-            .iter()
-            .map(|group| Arc::clone(&group.engine.table))
-            .collect();
-        run(
-            &config,
-            workload,
-            Direct::new(policy, config.seed, tables),
-            &mut |_, _| true,
-        )
-        .expect("not stopped")
+        let outcome = settings.run(workload, &mut |_, _| true).expect("sound");
+        outcome.expect("not stopped")
     }
 
     fn made_up(requests: u32, rate_per_s: f64) -> Workload {
@@ -867,15 +823,14 @@ mod tests {
     #[test]
     fn progress_is_told_and_may_stop_the_run() {
         let workload = made_up(3000, 100.0);
-        let (config, policy) = Settings::default().check(64).expect("sound");
         let mut told = Vec::new();
-        let scheduler = || Direct::new(policy, 1, Vec::new());
-        assert!(run(&config, &workload, scheduler(), &mut |ended, all| {
+        let mut tell = |ended, all| {
             told.push((ended, all));
             true
-        })
-        .is_some());
+        };
+        let settings = Settings::default();
+        assert!(settings.run(&workload, &mut tell).expect("sound").is_some());
         assert_eq!(told.last(), Some(&(3000, 3000)));
-        assert!(run(&config, &workload, scheduler(), &mut |_, _| false).is_none());
+        assert!(settings.run(&workload, &mut |_, _| false).expect("sound").is_none());
     }
 }

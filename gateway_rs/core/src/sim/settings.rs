@@ -4,13 +4,12 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
-use super::direct::Direct;
 use super::engine::{Chunk, EngineConfig, Order, HOST_BLOCK_MS};
 use super::outcome::Outcome;
 use super::workload::Workload;
 use super::{Config, Fault, Group, OnProgress};
 use crate::cost::{CostTable, TableError};
-use crate::place::{Policy, UnknownPolicy};
+use crate::place::{self, UnknownPolicy};
 use crate::scheduler::{self, Core};
 
 /// Settings that can't be run.
@@ -83,15 +82,15 @@ impl Default for GroupSettings {
 pub struct Settings {
     /// Who serves.
     pub groups: Vec<GroupSettings>,
-    /// Who decides: `core`, the live service's, or `direct`, which places each request when it comes.
-    pub scheduler: String,
-    /// The placement rule of `direct`.
+    /// What the live scheduler's configuration would say, but for the next field and `shed`.
+    pub scheduler: scheduler::Policy,
+    /// The placement rule.
     pub policy: String,
     /// `fcfs`, `edf`, `sjf` or `shortest_output`.
     pub order: String,
     /// `dynamic`, `scheduler`, or tokens of a step.
     pub chunk: String,
-    /// Workers give up what can't be in time.
+    /// Scheduler and workers give up what can't be in time.
     pub shed: bool,
     /// Arrivals come so many times as fast as in the workload.
     pub speed: f64,
@@ -117,8 +116,8 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             groups: vec![GroupSettings::default()],
-            scheduler: "direct".to_owned(),
-            policy: Policy::default().to_string(),
+            scheduler: scheduler::Policy::default(),
+            policy: place::Policy::default().to_string(),
             order: "edf".to_owned(),
             chunk: "dynamic".to_owned(),
             shed: true,
@@ -148,10 +147,7 @@ impl Settings {
     ///
     /// # Errors
     /// The first value that can't be run.
-    pub fn check(&self, block_tokens: u32) -> Result<(Config, Policy), SettingsError> {
-        if !["core", "direct"].contains(&self.scheduler.as_str()) {
-            return Err(range("scheduler", "core or direct", &self.scheduler));
-        }
+    pub fn check(&self, block_tokens: u32) -> Result<(Config, scheduler::Policy), SettingsError> {
         let positive = |field, value: f64| in_range(field, "a number above 0", value, |value| value > 0.0);
         let natural = |field, value: f64| in_range(field, "a number, 0 or above", value, |value| value >= 0.0);
         positive("speed", self.speed)?;
@@ -192,35 +188,22 @@ impl Settings {
             faults: faults.collect(),
             seed: self.seed,
         };
-        Ok((config, self.policy.parse()?))
+        let decides = scheduler::Policy {
+            placement: self.policy.parse()?,
+            shed: self.shed,
+            ..self.scheduler.clone()
+        };
+        Ok((config, decides))
     }
 
-    /// Runs a workload with the scheduler that the settings name; see [`super::run`].
+    /// Runs a workload; see [`super::run`].
     ///
     /// # Errors
     /// As [`Self::check`].
     pub fn run(&self, workload: &Workload, progress: OnProgress<'_>) -> Result<Option<Outcome>, SettingsError> {
-        let (config, policy) = self.check(workload.block_tokens)?;
-        if self.scheduler == "core" {
-            let served_by = scheduler::Policy {
-                placement: policy,
-                shed: self.shed,
-                ..scheduler::Policy::default()
-            };
-            let core = Core::new(served_by, self.seed, 0.0, 1);
-            return Ok(super::run(&config, workload, core, progress));
-        }
-        let tables = config
-            .groups
-            .iter()
-            .map(|group| Arc::clone(&group.engine.table))
-            .collect();
-        Ok(super::run(
-            &config,
-            workload,
-            Direct::new(policy, self.seed, tables),
-            progress,
-        ))
+        let (config, decides) = self.check(workload.block_tokens)?;
+        let core = Core::new(decides, self.seed, 0.0, 1);
+        Ok(super::run(&config, workload, core, progress))
     }
 
     fn group(&self, group: &GroupSettings, block_tokens: u32) -> Result<Group, SettingsError> {
@@ -312,7 +295,10 @@ mod tests {
         assert_eq!(error("{}"), "");
         for (json, words) in [
             (r#"{"speed": 0}"#, ["speed", "above 0", "is 0"]),
-            (r#"{"scheduler": "dice"}"#, ["scheduler", "core or direct", "dice"]),
+            (
+                r#"{"scheduler": {"dispatch_behind_s": 1}}"#,
+                ["unknown field", "dispatch_behind_s", "dispatch_ahead_s"],
+            ),
             (r#"{"order": "lifo"}"#, ["order", "fcfs", "lifo"]),
             (r#"{"chunk": "12"}"#, ["chunk", "max_batch", "12"]),
             (r#"{"policy": "best"}"#, ["policy", "lmetric", "best"]),

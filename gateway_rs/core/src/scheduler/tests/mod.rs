@@ -313,6 +313,7 @@ impl Bench {
                 let ms = 5.0 + f64::from(decode_tokens) + token_ms * f64::from(prefill_tokens);
                 StepReport {
                     prefill_tokens,
+                    prefill_pairs: 0.0,
                     decode_tokens,
                     context_tokens: 0,
                     duration_s: ms / 1e3,

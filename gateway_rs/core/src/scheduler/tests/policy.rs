@@ -58,17 +58,19 @@ fn short_prompts_do_not_wait_for_each_other() {
 #[test]
 fn who_is_due_first_is_served_first() {
     let mut bench = taught("slots=8");
-    bench.run("ask 1 prompt=1000");
+    bench.run("ask 1 prompt=1000 cls=interactive ttft=2");
     bench.run_all("ask 2 prompt=500 ttft=50\nask 3 prompt=500 ttft=20\nask 4 prompt=500 left_s=10\nask 5 prompt=500 cls=interactive");
+    // Nothing that is there comes before the last one, so there is no reason to hold it back.
+    assert_eq!(grants(&bench.log), [1, 5]);
     let mut order = Vec::new();
-    for _ in 0..4 {
+    for _ in 0..3 {
         let done = bench.run("+2 silent");
         order.extend(grants(&done));
         for number in grants(&done) {
             bench.run(&format!("progress {number}"));
         }
     }
-    assert_eq!(order, [5, 4, 3, 2]);
+    assert_eq!(order, [4, 3, 2]);
 }
 
 #[test]
@@ -88,7 +90,7 @@ fn nothing_is_held_back_on_predictions_that_nobody_can_trust() {
 fn what_would_be_late_is_refused_with_a_hint() {
     let mut bench = taught("slots=8");
     bench.run_all(
-        "ask 1 prompt=1000\nask 2 prompt=1000 ttft=1.5\nask 3 prompt=1000 cls=batch ttft=1.5\nask 4 prompt=1000",
+        "ask 1 prompt=1000 cls=interactive\nask 2 prompt=1000 ttft=1.5\nask 3 prompt=1000 cls=batch ttft=1.5\nask 4 prompt=1000",
     );
     let done = bench.run("+3 silent");
     let refused = refusals(&done);
@@ -559,7 +561,18 @@ fn tenants_that_flood_do_not_displace_others() {
 
 #[test]
 fn batch_work_is_served_under_endless_interactive_load() {
-    let mut mill = Mill::new(policy(), 1, 4);
+    // However much is sent ahead: what is held back is put in order, and what is sent is computed in order.
+    for dispatch_ahead_s in [0.1, 2.0, 1e9] {
+        endless_interactive_load(dispatch_ahead_s);
+    }
+}
+
+fn endless_interactive_load(dispatch_ahead_s: f64) {
+    let policy = Policy {
+        dispatch_ahead_s,
+        ..policy()
+    };
+    let mut mill = Mill::new(policy, 1, 4);
     mill.ask(1, 100, 50, "t", "cls=batch");
     for number in 2..8 {
         mill.ask(number, 400, 50, "t", "cls=batch max_tokens=50");
@@ -576,7 +589,7 @@ fn batch_work_is_served_under_endless_interactive_load() {
         let ended_s = mill.ended.get(&batch);
         assert!(
             ended_s.is_some(),
-            "{batch}: {:?} {:?}",
+            "{dispatch_ahead_s} {batch}: {:?} {:?}",
             mill.granted_s.get(&batch),
             mill.bench.core.measures()
         );
@@ -592,7 +605,9 @@ proptest! {
     fn nobody_starves(seed in any::<u64>(), workers in 1_u32..4, slots in 1_u32..5) {
         let mut rng = StdRng::seed_from_u64(seed);
         let share = if rng.random_bool(0.3) { 0.8 } else { 0.0 };
-        let mut mill = Mill::new(Policy { prefill_share: share, ..policy() }, workers, slots);
+        let ahead = [0.0, 0.1, 2.0, 1e9][rng.random_range(0..4)];
+        let policy = Policy { prefill_share: share, dispatch_ahead_s: ahead, ..policy() };
+        let mut mill = Mill::new(policy, workers, slots);
         let count = 60;
         for number in 0..count {
             let (prompt, output) = (rng.random_range(1..1500), rng.random_range(1..200));
