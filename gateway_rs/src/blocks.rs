@@ -34,6 +34,19 @@ impl Seed {
     }
 }
 
+/// What keeps the KV of one tenant's prompts, and of one salt's among these, apart from all others': it enters every name,
+/// and goes along to the worker, whose engine reuses nothing across it. Empty for nobody in particular without a salt.
+#[must_use]
+pub fn salt(tenant: &str, cache_salt: &str) -> Vec<u8> {
+    if tenant.is_empty() && cache_salt.is_empty() {
+        return Vec::new();
+    }
+    let mut fields = Fields::new("headrace prefix salt v1");
+    fields.bytes("tenant", tenant.as_bytes());
+    fields.bytes("cache_salt", cache_salt.as_bytes());
+    fields.finish()[..16].to_vec()
+}
+
 /// The names of the full blocks of `ids`, in order. A rest shorter than a block has none.
 #[must_use]
 pub fn block_hashes(ids: &[u32], block_tokens: usize, seed: Seed) -> Vec<u64> {
@@ -90,6 +103,10 @@ pub fn answer_key(scope: &Scope<'_>, prompts: &[(&[u32], u32)], request: &Reques
     fields.bytes("template", scope.template.as_bytes());
     fields.ids("eos_ids", scope.eos_ids);
     fields.bytes("lora", request.lora.as_deref().unwrap_or_default().as_bytes());
+    fields.bytes(
+        "cache_salt",
+        request.cache_salt.as_deref().unwrap_or_default().as_bytes(),
+    );
     fields.list("prompts", prompts.len());
     for (ids, max_tokens) in prompts {
         fields.ids("ids", ids);
@@ -259,6 +276,27 @@ mod tests {
         assert_eq!(names.len(), seeds.len());
     }
 
+    #[test]
+    fn no_two_tenants_or_salts_share_a_name() {
+        let salts = [
+            ("", ""),
+            ("a", ""),
+            ("b", ""),
+            ("", "a"),
+            ("a", "b"),
+            ("ab", ""),
+            ("b", "a"),
+        ];
+        let name = |&(tenant, cache_salt): &(&str, &str)| {
+            block_hashes(&IDS, 4, Seed::new("toy", "", &salt(tenant, cache_salt)))[0]
+        };
+        let mut names: Vec<u64> = salts.iter().map(name).collect();
+        assert_eq!(names[0], block_hashes(&IDS, 4, seed())[0]);
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), salts.len());
+    }
+
     /// Workers and routers of different builds must agree, so the names may never change unnoticed.
     #[test]
     fn names_are_stable() {
@@ -355,6 +393,7 @@ mod tests {
             r#""presence_penalty":1"#,
             r#""frequency_penalty":1"#,
             r#""lora":"X""#,
+            r#""cache_salt":"X""#,
             r#""model":"other""#,
             r#""messages":[{"role":"user","content":"ho"}]"#,
             r#""messages":[{"role":"system","content":"hi"}]"#,

@@ -625,6 +625,8 @@ pub struct Draft {
     pub bypass_prefix_cache: bool,
     /// Requests of one conversation; empty = none.
     pub session_id: String,
+    /// KV and answers are shared only among requests with the same one.
+    pub cache_salt: String,
 }
 
 /// A wish for a form, with the name of the field it came in.
@@ -674,6 +676,7 @@ impl Draft {
             bypass_cache: false,
             bypass_prefix_cache: false,
             session_id: String::new(),
+            cache_salt: String::new(),
         }
     }
 
@@ -728,6 +731,7 @@ impl Draft {
             bypass_cache: self.bypass_cache,
             bypass_prefix_cache: self.bypass_prefix_cache,
             session_id: label(self.session_id, "session_id")?,
+            cache_salt: label(self.cache_salt, "cache_salt")?,
             model: self.model,
             prompts: self.prompts,
             max_tokens_param,
@@ -1033,6 +1037,8 @@ pub struct Request {
     pub bypass_prefix_cache: bool,
     /// Requests of one conversation.
     pub session_id: Option<String>,
+    /// KV and answers are shared only among requests with the same one.
+    pub cache_salt: Option<String>,
     /// How this client calls `max_tokens`. Private, so that nobody makes a `Request` by hand.
     max_tokens_param: &'static str,
 }

@@ -3,6 +3,7 @@
 Work that grows with its input is done with the interpreter's lock released.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, TypeAlias, final
@@ -109,15 +110,17 @@ class Certificates:
 
 @final
 class PrefixIndex:
-    """Who holds which prefix blocks, in bounded memory. Shareable between threads; workers are small numbers."""
+    """Who holds which prefix blocks, in bounded memory. Shareable between threads; workers are small numbers.
+
+    Hashes in an ``array("Q")`` are copied as they are, which is much faster than a list."""
 
     def __new__(cls, max_bytes: int, *, root_share: float = 0.5, seed: int = 0) -> PrefixIndex: ...
-    def store(self, worker: int, parent: int, hashes: Sequence[int]) -> None:
+    def store(self, worker: int, parent: int, hashes: Sequence[int] | array[int]) -> None:
         """The worker holds these blocks now, each the child of the one before it; parent 0 = a prompt begins there."""
 
     def remove(self, worker: int, hashes: Sequence[int]) -> None: ...
     def clear(self, worker: int) -> None: ...
-    def find(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
+    def find(self, hashes: Sequence[int] | array[int]) -> list[tuple[int, int]]:
         """Workers that hold the first block, each with how many leading blocks it holds without a gap."""
 
     def __len__(self) -> int: ...

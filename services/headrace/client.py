@@ -263,6 +263,7 @@ class GenerateOptions(TypedDict, total=False):
     bypass_prefix_cache: bool
     #: Requests of one conversation; routing keeps them together where it pays.
     session_id: str
+    cache_salt: str
     #: W3C trace context of the caller's span.
     traceparent: str
 
@@ -474,7 +475,7 @@ def generate_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
             request.logprobs.enabled = True
             request.logprobs.top = options["logprobs"]
         request.deadline_ms = _deadline_ms(options.get("deadline_s"))
-        for name in ("lora", "bypass_cache", "bypass_prefix_cache", "session_id"):
+        for name in ("lora", "bypass_cache", "bypass_prefix_cache", "session_id", "cache_salt"):
             if name in options:
                 setattr(request, name, options[name])  # type: ignore[literal-required]
         if "request_class" in options:

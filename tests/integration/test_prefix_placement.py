@@ -85,3 +85,25 @@ async def test_the_holder_is_chosen(lab: Lab) -> None:
         await eventually(chosen, "the holder is chosen, time and again")
     finally:
         await asyncio.gather(*(publisher.close() for publisher in publishers))
+
+
+@pytest.mark.parametrize("mode", ["plain", "grpc"])
+async def test_nothing_is_shared_across_salts(lab: Lab, mode: str) -> None:
+    """Neither KV nor answers; a request without a salt shares with those that have none."""
+    await lab.worker(slots=8)
+    text = f"{mode}: {HEAD}"
+    for salt in ("a", "a", "b", ""):
+        await lab.ask(text, {"cache_salt": salt} if salt else None, mode=mode)
+    reused = [entry.cached_prompt_tokens > 0 for entry in lab.journal]
+    assert reused == [False, True, False, False]
+    salts = [entry.submit.cache_salt for entry in lab.journal]
+    assert salts[0] == salts[1]
+    assert len({*salts}) == 3
+    assert salts[3] == b""
+    # The client's own word does not travel.
+    assert b"a" not in salts
+    fixed = {"temperature": 0}
+    for salt in ("a", "b"):
+        answer = await lab.ask(text, fixed | {"cache_salt": salt}, mode=mode)
+        assert not answer.cached_answer
+    assert (await lab.ask(text, fixed | {"cache_salt": "a"}, mode=mode)).cached_answer

@@ -121,6 +121,7 @@ async def test_every_option_reaches_the_router() -> None:
             bypass_cache=True,
             bypass_prefix_cache=True,
             session_id="s",
+            cache_salt="own",
             traceparent="00-11111111111111111111111111111111-2222222222222222-01",
         )
     (request,) = router.requests
@@ -162,6 +163,7 @@ async def test_every_option_reaches_the_router() -> None:
         bypass_cache=True,
         bypass_prefix_cache=True,
         session_id="s",
+        cache_salt="own",
         **{"class": types_pb2.REQUEST_CLASS_BATCH},
     )
     assert request == expected

@@ -165,6 +165,7 @@ pub(super) fn read_common(fields: &mut Fields, draft: &mut Draft) -> Result<(), 
     fields.text("user")?;
     draft.lora = fields.text("lora")?.unwrap_or_default();
     draft.session_id = fields.text("session_id")?.unwrap_or_default();
+    draft.cache_salt = fields.text("cache_salt")?.unwrap_or_default();
     draft.bypass_cache = fields.flag("bypass_cache")?;
     draft.bypass_prefix_cache = fields.flag("bypass_prefix_cache")?;
     draft.deadline = fields

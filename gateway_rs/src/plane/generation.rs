@@ -84,6 +84,10 @@ struct Shared {
     request: Request,
     model: Arc<Model>,
     request_id: String,
+    /// Tenants are not told apart yet; each will have a scope of its own.
+    tenant: String,
+    /// Of everything that is kept of its prompts.
+    salt: Vec<u8>,
     deadline: Option<Instant>,
     context_tokens: u32,
     eos_ids: Vec<u32>,
@@ -99,7 +103,10 @@ impl Shared {
         let more_eos_ids = description.map_or(&[][..], |description| &description.eos_ids);
         let mut eos_ids = model.eos_ids.clone();
         eos_ids.extend(more_eos_ids.iter().filter(|id| !model.eos_ids.contains(id)));
+        let tenant = String::new();
         Self {
+            salt: blocks::salt(&tenant, request.cache_salt.as_deref().unwrap_or_default()),
+            tenant,
             context_tokens: plane.context_tokens(&model),
             eos_ids,
             model_version: description.map_or_else(String::new, |description| {
@@ -350,7 +357,7 @@ async fn encode(plane: &Plane, shared: &Arc<Shared>) -> Result<Vec<PromptIds>, A
     let shared = shared.clone();
     let work = move || {
         let lora = shared.request.lora.as_deref().unwrap_or_default();
-        let seed = blocks::Seed::new(&shared.model.name, lora, b"");
+        let seed = blocks::Seed::new(&shared.model.name, lora, &shared.salt);
         let encode = |prompt| {
             let ids = shared.model.encode(&shared.request, prompt, shared.context_tokens)?;
             let block_hashes = blocks::block_hashes(&ids, shared.block_tokens as usize, seed);
@@ -469,8 +476,7 @@ impl Part {
     fn key(&self) -> [u8; 32] {
         let model = &self.shared.model;
         let scope = blocks::Scope {
-            // Tenants are not told apart yet; each will have a scope of its own.
-            tenant: "",
+            tenant: &self.shared.tenant,
             model_version: &self.shared.model_version,
             tokenizer: model.tokenizer.hash(),
             template: &model.template_sha256,
@@ -519,6 +525,7 @@ impl Part {
             lora: request.lora.clone().unwrap_or_default(),
             class: class(request.class) as i32,
             resumed_tokens: committed.len() as u32,
+            cache_salt: self.shared.salt.clone(),
             bypass_prefix_cache: request.bypass_prefix_cache,
             ..Submit::default()
         }
@@ -536,6 +543,7 @@ impl Part {
             n: request.sampling.n,
             avoid_instances: self.avoid.clone(),
             session_id: request.session_id.clone().unwrap_or_default(),
+            tenant: self.shared.tenant.clone(),
             epoch: self.epoch,
             ..Ask::default()
         }

@@ -393,6 +393,7 @@ fn draft(asked: GenerateRequest) -> Result<Draft, ApiError> {
     draft.bypass_cache = asked.bypass_cache;
     draft.bypass_prefix_cache = asked.bypass_prefix_cache;
     draft.session_id = asked.session_id;
+    draft.cache_salt = asked.cache_salt;
     draft.stream = true;
     Ok(draft)
 }

@@ -6,7 +6,7 @@ use headrace_core::{
     index::{self, Limits, Overlap, WorkerId},
 };
 use parking_lot::{Mutex, RwLock};
-use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
+use pyo3::{buffer::PyBuffer, exceptions::PyValueError, prelude::*, types::PyBytes};
 
 use crate::block_news::Hub;
 
@@ -20,6 +20,20 @@ fn limits(max_bytes: usize, root_share: f64) -> Limits {
     Limits {
         bytes: max_bytes,
         root_share,
+    }
+}
+
+/// Names of blocks: an array of 64-bit numbers (`array("Q")`), which is copied as it is, or any sequence of numbers.
+struct Hashes(Vec<u64>);
+
+impl<'py> FromPyObject<'_, 'py> for Hashes {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match PyBuffer::<u64>::get(&object) {
+            Ok(buffer) => buffer.to_vec(object.py()).map(Self),
+            Err(_) => object.extract().map(Self),
+        }
     }
 }
 
@@ -40,7 +54,8 @@ impl PrefixIndex {
     }
 
     /// The worker holds these blocks now, each the child of the one before it; 0 = a prompt begins with the first.
-    fn store(&self, py: Python<'_>, worker: WorkerId, parent: u64, hashes: Vec<u64>) {
+    fn store(&self, py: Python<'_>, worker: WorkerId, parent: u64, hashes: Hashes) {
+        let hashes = hashes.0;
         py.detach(|| {
             let mut parent = parent;
             for part in hashes.chunks(PART) {
@@ -61,7 +76,8 @@ impl PrefixIndex {
     }
 
     /// Workers that hold the first block, each with how many leading blocks it holds without a gap.
-    fn find(&self, py: Python<'_>, hashes: Vec<u64>) -> Vec<(WorkerId, u32)> {
+    fn find(&self, py: Python<'_>, hashes: Hashes) -> Vec<(WorkerId, u32)> {
+        let hashes = hashes.0;
         py.detach(|| {
             let mut overlaps: Vec<Overlap> = Vec::new();
             self.0.read().overlap(&hashes, &mut overlaps);

@@ -67,6 +67,9 @@ const NODE_PART: (usize, usize) = (3, 4);
 /// Blocks that one search for room looks at before it takes what comes: a bound on a writer's work.
 const MAX_LOOKED_AT: usize = 4096;
 
+/// Blocks of a prompt looked up at once.
+const AT_ONCE: usize = 16;
+
 const NODES: usize = 2048;
 const SETS: usize = 64;
 const ROOTS: usize = 256;
@@ -380,8 +383,7 @@ impl PrefixIndex {
         let mut matching = 0;
         let mut set = NONE;
         let mut depth = 0;
-        for &block in blocks {
-            let Some(node) = self.find(block) else { break };
+        for node in self.walk(blocks) {
             let node = &self.nodes[node];
             if node.set != set {
                 let holders = &self.sets[node.set].workers;
@@ -437,6 +439,30 @@ impl PrefixIndex {
     fn find(&self, block: u64) -> Option<u32> {
         let key = self.key(block);
         self.by_key.find(&self.nodes, spread(key), |node| node.key == key)
+    }
+
+    /// The blocks in turn, while somebody holds them. Several are looked up at once: they are all over the memory, and it
+    /// is the waiting for it that takes time.
+    fn walk<'a>(&'a self, blocks: &'a [u64]) -> impl Iterator<Item = u32> + 'a {
+        // One alone first: most prompts that are not known are not from their beginning on.
+        let (first, rest) = blocks.split_at(blocks.len().min(1));
+        let first = first.iter().map(|&block| self.find(block));
+        let rest = rest.chunks(AT_ONCE).flat_map(move |chunk| {
+            let mut keys = [0; AT_ONCE];
+            for (key, &block) in keys.iter_mut().zip(chunk) {
+                *key = self.key(block);
+            }
+            let firsts = self.by_key.firsts(keys.map(spread));
+            let found = firsts.map(|node| if node == NONE { 0 } else { self.nodes[node].key });
+            (0..chunk.len()).map(move |at| {
+                let is_first = firsts[at] != NONE && found[at] == keys[at];
+                is_first.then_some(firsts[at]).or_else(|| {
+                    self.by_key
+                        .find(&self.nodes, spread(keys[at]), |node| node.key == keys[at])
+                })
+            })
+        });
+        first.chain(rest).map_while(|node| node)
     }
 
     // Blocks.

@@ -160,6 +160,14 @@ impl Table {
         None
     }
 
+    /// The first entry of each hash's bucket: so many look-ups at once, that memory may answer them together.
+    pub fn firsts<const COUNT: usize>(&self, hashes: [u64; COUNT]) -> [u32; COUNT] {
+        if self.buckets == 0 {
+            return [NONE; COUNT];
+        }
+        hashes.map(|hash| self.heads[self.bucket(hash)].0)
+    }
+
     /// Puts in an entry that is not in.
     pub fn insert<T: Entry, const PIECE: usize>(&mut self, entries: &mut Pieces<T, PIECE>, at: u32) {
         if self.entries * 2 >= self.buckets * LOAD {
