@@ -284,8 +284,8 @@ class Serving:
         return self.worker.costs.step_s(decodes, round(batch * self.traffic.context_tokens), chunks)
 
     def _pieces(self, tokens: int) -> list[tuple[int, int]]:
-        """A chunk of so many tokens, of prompts of the usual length."""
-        own = max(1, round(self.traffic.own_tokens))
+        """A chunk of so many tokens, of prompts as long as the one that a token is usually in."""
+        own = max(1, round(self.traffic.own_tokens * (1 + self._variation)))
         if tokens <= own:
             return [(tokens, self._cached + (own - tokens) // 2)]
         whole, rest = divmod(tokens, own)
@@ -390,9 +390,12 @@ class Serving:
         return found
 
     def _prompt_s(self, batch: int, pace: _Pace, own: int, cached: int) -> float:
-        full, rest = divmod(own, pace.chunk_tokens)
-        last = self._step(batch, [(rest, cached + full * pace.chunk_tokens)]) if rest else 0.0
-        return full * pace.chunk_step_s + last
+        chunk = pace.chunk_tokens
+        full, rest = divmod(own, chunk)
+        # Attention grows along the prompt: a chunk in the middle stands for all.
+        middle = self._step(batch, [(chunk, cached + (full - 1) * chunk // 2)]) if full else 0.0
+        last = self._step(batch, [(rest, cached + full * chunk)]) if rest else 0.0
+        return full * middle + last
 
 
 def _busiest(batch: int, workers: int = 1) -> float:

@@ -175,7 +175,7 @@ def test_a_fleet_holds_and_one_worker_fewer_does_not() -> None:
         (worker(), Traffic.made_up(50, 1000, 200), Targets(2.0, 0.1), "compute"),
         (worker(gpu="rtx-4090"), Traffic.made_up(20, 1000, 200), Targets(2.0, 0.1), "kv"),
         (worker(gpu="h100-80gb"), Traffic.made_up(200, 300, 500), Targets(2.0, 0.1), "batch"),
-        (worker("llama-3.1-70b", tensor_parallel=4), Traffic.made_up(20, 1000, 200), Targets(1.2, 0.1), "ttft"),
+        (worker("llama-3.1-70b", tensor_parallel=4), Traffic.made_up(20, 1000, 200), Targets(1.5, 0.1), "ttft"),
         (worker("llama-3.1-70b", tensor_parallel=4), Traffic.made_up(50, 1, 500), Targets(2.0, 0.036), "tpot"),
     ],
 )
