@@ -93,6 +93,26 @@ pub enum Class {
     Batch,
 }
 
+impl Class {
+    const ALL: [Self; 3] = [Self::Interactive, Self::Standard, Self::Batch];
+
+    /// As clients and files write it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Interactive => "interactive",
+            Self::Standard => "standard",
+            Self::Batch => "batch",
+        }
+    }
+
+    /// The class of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|class| class.name() == name)
+    }
+}
+
 /// What the answer continues.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {

@@ -21,6 +21,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
 import random
 import urllib.parse
 from array import array
@@ -31,7 +32,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from headrace.client import Client, ClientError, GenerateOptions, error_of, generate_request
+from headrace.client import API_KEY_VARIABLE, Client, ClientError, GenerateOptions, error_of, generate_request
 from headrace.config import split_address
 from headrace.errors import ConfigError, HeadraceError
 from headrace.serving import CHANNEL_OPTIONS, channel
@@ -207,11 +208,11 @@ class GrpcTarget:
         request = generate_request(options)
         self._turn = (self._turn + 1) % len(self._clients)
         # The stub itself: making typed events of each message would take longer than all the rest.
-        stub = self._clients[self._turn].stub
+        client = self._clients[self._turn]
         now_s = asyncio.get_running_loop().time
         sample.sent_s = now_s()
         try:
-            async for message in stub.Generate(request, timeout=plan.timeout_s):
+            async for message in client.stub.Generate(request, timeout=plan.timeout_s, metadata=client.metadata):
                 _take_message(message, now_s(), sample)
         except grpc.aio.AioRpcError as error:
             failure = error_of(error)
@@ -253,6 +254,8 @@ class HttpTarget:
         self._tls = tls
         self._context = tls.ssl_context() if tls is not None else None
         self._model = plan.model
+        key = os.environ.get(API_KEY_VARIABLE, "")
+        self._headers = (f"Authorization: Bearer {key}",) if key else ()
         #: Connections between requests. Never more than requests were open at once.
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
@@ -277,14 +280,15 @@ class HttpTarget:
         connection = self._take()
         try:
             async with asyncio.timeout(self._plan.timeout_s):
-                await connection.send(method, self._base + path, json.dumps(body).encode() if body else b"")
-                text = await connection.body()
+                text = json.dumps(body).encode() if body else b""
+                await connection.send(method, self._base + path, text, self._headers)
+                answer = await connection.body()
         except (HttpError, OSError, TimeoutError) as error:
             await self._drop(connection)
             scheme = "http" if self._tls is None else "https"
             raise BenchError(f"{scheme}://{self._host}:{self._port}{path}: {_reason(error)}") from error
         self._idle.append(connection)
-        return connection.response.status, _json(text)
+        return connection.response.status, _json(answer)
 
     async def run(self, prompt: str, output_tokens: int, sample: Sample) -> None:
         path, body = self._request(prompt, output_tokens)
@@ -294,7 +298,7 @@ class HttpTarget:
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 sample.sent_s = now_s()
-                await connection.send("POST", path, body)
+                await connection.send("POST", path, body, self._headers)
                 if connection.response.status == 200:
                     await self._read_stream(connection, sample)
                 else:

@@ -1,7 +1,8 @@
 """The command line.
 
 ``headrace router | scheduler | cache | worker`` runs one service, ``headrace up`` all of them on this machine; ``chat``
-and ``bench`` are clients; ``sim`` simulates a mesh, ``plan`` plans one; ``config`` shows the configuration.
+and ``bench`` are clients; ``sim`` simulates a mesh, ``plan`` plans one; ``tenants`` says who may ask; ``config`` shows
+the configuration.
 
 A user's mistake is one red line and exit code 2, never a traceback; what fails for other reasons ends with 1. Heavy
 modules are imported by the command that needs them, so that ``--help`` is quick. What this module leaves to others: all
@@ -12,13 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import json
 import platform
 import random
+import secrets
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -543,6 +547,144 @@ def plan(
         sys.stdout.write(json.dumps(answer.to_dict()) + "\n")
     else:
         show_plan(answer)
+
+
+tenants_app = typer.Typer(help="Who may ask: tenants and their API keys.", no_args_is_help=True)
+app.add_typer(tenants_app, name="tenants")
+
+TenantName = Annotated[str, typer.Argument(help="The tenant.", metavar="NAME")]
+TenantsFile = Annotated[
+    Path | None, typer.Option("--file", help="The tenants' file.", show_default="[tenants] file of --config")
+]
+TenantModels = Annotated[
+    list[str] | None, typer.Option("--model", help="A model that it may use. May be repeated.", show_default="all")
+]
+TenantClasses = Annotated[
+    list[str] | None, typer.Option("--class", help="A class that it may use. May be repeated.", show_default="all")
+]
+
+
+def _tenants_file(file: Path | None, config: Path | None) -> Path:
+    from headrace.errors import ConfigError
+
+    if file is None:
+        named = _load(config, None).tenants.file
+        if not named:
+            raise ConfigError("tenants.file is not set: give --file, or --config with [tenants] file")
+        file = Path(named)
+    return file
+
+
+def _show_key(name: str, key: str, *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps({"tenant": name, "key": key}) + "\n")
+    else:
+        sys.stdout.write(f"{key}\n")
+        sys.stderr.write("This is the only time that the key is shown.\n")
+
+
+@tenants_app.command("add")
+def add_tenant(
+    name: TenantName,
+    models: TenantModels = None,
+    classes: TenantClasses = None,
+    share_prefixes: Annotated[
+        bool, typer.Option("--share-prefixes", help="Its KV is reused by others who share, and theirs by it.")
+    ] = False,
+    file: TenantsFile = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Add a tenant, and print its API key."""
+    from headrace import tenants
+
+    with tenants.changing(_tenants_file(file, config)) as known:
+        key = tenants.add(
+            known,
+            name,
+            models=models or (),
+            classes=classes or (),
+            shares_prefixes=share_prefixes,
+            now_s=time.time(),
+            token=secrets.token_hex,
+        )
+    _show_key(name, key, as_json=as_json)
+
+
+@tenants_app.command("list")
+def list_tenants(file: TenantsFile = None, config: ConfigFile = None, as_json: Json = False) -> None:
+    """List tenants, what they may do, and their keys' ids."""
+    from headrace import tenants
+    from headrace.terminal import show_tenants
+
+    known = tenants.read(_tenants_file(file, config))
+    if as_json:
+        listed = [{"tenant": name} | dataclasses.asdict(each) for name, each in known.items()]
+        for each in listed:
+            each["keys"] = [{name: value for name, value in key.items() if name != "sha256"} for key in each["keys"]]
+        sys.stdout.write(json.dumps(listed) + "\n")
+    else:
+        show_tenants(known)
+
+
+@tenants_app.command("limit")
+def limit_tenant(
+    name: TenantName,
+    models: TenantModels = None,
+    classes: TenantClasses = None,
+    all_models: Annotated[bool, typer.Option("--all-models", help="Any model.")] = False,
+    all_classes: Annotated[bool, typer.Option("--all-classes", help="Any class.")] = False,
+    share_prefixes: Annotated[
+        bool | None,
+        typer.Option("--share-prefixes/--own-prefixes", help="Reuse others' KV, too.", show_default="as it is"),
+    ] = None,
+    file: TenantsFile = None,
+    config: ConfigFile = None,
+) -> None:
+    """Change what a tenant may do. What isn't named stays as it is."""
+    from headrace import tenants
+
+    with tenants.changing(_tenants_file(file, config)) as known:
+        tenants.limit(
+            known,
+            name,
+            models=() if all_models else models or None,
+            classes=() if all_classes else classes or None,
+            shares_prefixes=share_prefixes,
+        )
+
+
+@tenants_app.command("rotate")
+def rotate_key(
+    name: TenantName,
+    grace: Annotated[float, typer.Option(help="Seconds for which the former keys go on.", min=0)] = 86_400.0,
+    file: TenantsFile = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Give a tenant another API key, and print it."""
+    from headrace import tenants
+
+    with tenants.changing(_tenants_file(file, config)) as known:
+        key = tenants.rotate(known, name, grace_s=grace, now_s=time.time(), token=secrets.token_hex)
+    _show_key(name, key, as_json=as_json)
+
+
+@tenants_app.command("revoke")
+def revoke_key(
+    name: TenantName,
+    key_id: Annotated[
+        str | None, typer.Option("--key", help="Only the key of this id.", show_default="the tenant and all its keys")
+    ] = None,
+    file: TenantsFile = None,
+    config: ConfigFile = None,
+) -> None:
+    """Take a tenant's key away, or the tenant with all its keys. Routers follow within a second or two."""
+    from headrace import tenants
+
+    with tenants.changing(_tenants_file(file, config)) as known:
+        count = tenants.revoke(known, name, key_id)
+    sys.stderr.write(f"{count} key{'' if count == 1 else 's'} revoked\n")
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import asyncio
 import enum
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypedDict, Unpack
@@ -39,6 +40,8 @@ from headrace.v1 import router_pb2, router_pb2_grpc, types_pb2
 #: reason, and only a router that doesn't answer any more is cut off from here.
 DEADLINE_SLACK_S = 1.0
 
+#: The environment's API key, for routers that want one.
+API_KEY_VARIABLE = "HEADRACE_API_KEY"
 #: Listing and tokenising take milliseconds; a router that takes longer is not answering.
 SHORT_CALL_TIMEOUT_S = 30.0
 
@@ -360,9 +363,12 @@ class Client:
         target: str = "127.0.0.1:8081",
         *,
         tls: ClientTls | None = None,
+        api_key: str | None = None,
         channel: grpc.aio.Channel | None = None,
     ) -> None:
         """``target`` is host:port: in plain text after ``grpc://``, with TLS after ``grpcs://``, else as ``tls`` says.
+
+        ``api_key`` None is the environment's HEADRACE_API_KEY, if there is one.
 
         A ``channel`` given is used instead, and left open. Raises ConfigError when files of ``tls`` cannot be used.
         """
@@ -371,6 +377,9 @@ class Client:
         self._channel = channel if channel is not None else open_channel(self.target, tls)
         #: The generated stub, for callers that count every microsecond.
         self.stub: Any = router_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+        #: What says who asks, with each call.
+        self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {key}"),) if key else ()
         self._default_model = ""
 
     async def __aenter__(self) -> Self:
@@ -394,7 +403,9 @@ class Client:
 
         def open_call() -> Any:
             return self.stub.Generate(
-                request, timeout=call_timeout_s(options.get("deadline_s")), metadata=_metadata(options)
+                request,
+                timeout=call_timeout_s(options.get("deadline_s")),
+                metadata=self.metadata + _metadata(options),
             )
 
         return Generation(open_call, resolve)
@@ -451,7 +462,7 @@ class Client:
 
     async def _short(self, method: Callable[..., Any], request: Any) -> Any:
         try:
-            return await method(request, timeout=SHORT_CALL_TIMEOUT_S)
+            return await method(request, timeout=SHORT_CALL_TIMEOUT_S, metadata=self.metadata)
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from None
 

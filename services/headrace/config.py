@@ -431,6 +431,15 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True)
+class TenantsConfig:
+    """Who may ask."""
+
+    file: str = setting(
+        "", "tenants and their keys, as `headrace tenants` writes them; routers follow it; empty = everybody may ask"
+    )
+
+
+@dataclass(frozen=True)
 class TlsConfig:
     """TLS. With the three files, every link is mutual TLS and the router's doors speak TLS; without: plain text."""
 
@@ -461,6 +470,7 @@ class Config:
     tensorrt_llm: TensorRtLlmConfig = field(default_factory=TensorRtLlmConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
+    tenants: TenantsConfig = field(default_factory=TenantsConfig)
 
     def model(self, name: str) -> ModelConfig:
         """The model of that name. Raises ConfigError when there is none."""

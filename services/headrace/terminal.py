@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from headrace import plan, sim
+    from headrace import plan, sim, tenants
     from headrace.bench import Plan, Report, Spread
     from headrace.up import Mesh
 
@@ -296,6 +297,22 @@ LIMITS = {
     "tpot": "tokens would be too far apart",
     "given": "the given output of a worker would not do",
 }
+
+
+def show_tenants(known: tenants.Tenants) -> None:
+    """Who may ask, and for what."""
+    table = _titled("tenants")
+    for column in ("tenant", "keys", "models", "classes", "KV"):
+        table.add_column(column)
+    for name, each in known.items():
+        keys = [f"{key.id}{'' if key.expires_s is None else f' until {_utc(key.expires_s)}'}" for key in each.keys]
+        shares = "shared" if each.shares_prefixes else "its own"
+        table.add_row(name, "\n".join(keys), "\n".join(each.models) or "all", "\n".join(each.classes) or "all", shares)
+    stdout().print(table)
+
+
+def _utc(time_s: int) -> str:
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def show_plan(answer: plan.Plan) -> None:

@@ -154,6 +154,7 @@ class Mesh:
         otlp_endpoint: str = "",
         tls: dict[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        tenants: dict[str, Any] | None = None,
     ) -> None:
         """`sources` are further models by name, as a configuration gives them; `worker` starts a real worker, with
         `environment` beside this process's.
@@ -179,6 +180,7 @@ class Mesh:
             "worker": worker or {},
             "telemetry": {"otlp_endpoint": otlp_endpoint, "log_level": "warning"},
             "tls": tls or {},
+            "tenants": tenants or {},
         }
         self.processes: dict[str, Process] = {}
         self.ready: dict[str, dict[str, str]] = {}

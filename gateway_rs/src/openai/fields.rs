@@ -383,15 +383,12 @@ fn read_class(fields: &mut Fields, draft: &mut Draft) -> Result<(), ApiError> {
 
 /// A class by its name, from the field or header called `param`.
 pub fn parse_class(name: &str, param: &str) -> Result<Class, ApiError> {
-    match name {
-        "interactive" => Ok(Class::Interactive),
-        "standard" => Ok(Class::Standard),
-        "batch" => Ok(Class::Batch),
-        _ => Err(ApiError::invalid(
+    Class::from_name(name).ok_or_else(|| {
+        ApiError::invalid(
             param,
             format!("must be one of interactive, standard, batch; got {}", shorten(name)),
-        )),
-    }
+        )
+    })
 }
 
 /// `tool_choice`, given whether there are tools.

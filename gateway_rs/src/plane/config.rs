@@ -31,6 +31,9 @@ pub struct PlaneConfig {
     pub special_tokens_in_content: SpecialTokensInContent,
     pub models: Vec<ModelFolder>,
     pub telemetry: Telemetry,
+    /// Who may ask; empty: everybody.
+    #[serde(default)]
+    pub tenants_file: PathBuf,
     /// None: everything in plain text.
     #[serde(default)]
     pub tls: Option<TlsConfig>,

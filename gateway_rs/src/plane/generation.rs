@@ -28,6 +28,7 @@ use super::{
     metrics::LookupLabels,
     model::Model,
     open::OpenRequest,
+    tenants::Tenant,
     trace::{Parent, Span},
     Plane,
 };
@@ -48,6 +49,8 @@ pub struct Call {
     pub request: Request,
     /// The model it names.
     pub model: Arc<Model>,
+    /// Who asks.
+    pub tenant: Arc<Tenant>,
     /// Its id for people.
     pub request_id: String,
     /// Counted, with its span.
@@ -83,9 +86,8 @@ pub struct Generation {
 struct Shared {
     request: Request,
     model: Arc<Model>,
+    tenant: Arc<Tenant>,
     request_id: String,
-    /// Tenants are not told apart yet; each will have a scope of its own.
-    tenant: String,
     /// Of everything that is kept of its prompts.
     salt: Vec<u8>,
     deadline: Option<Instant>,
@@ -97,16 +99,24 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(plane: &Plane, request: Request, model: Arc<Model>, request_id: String, deadline: Option<Instant>) -> Self {
+    /// What the door knows, and what only the mesh does; with what the door keeps for itself.
+    fn new(plane: &Plane, call: Call) -> (Self, OpenRequest) {
+        let Call {
+            request,
+            model,
+            tenant,
+            request_id,
+            open,
+            deadline,
+        } = call;
         let pool = plane.pool(&model.name);
         let description = pool.as_ref().and_then(|pool| pool.description.as_ref());
         let more_eos_ids = description.map_or(&[][..], |description| &description.eos_ids);
         let mut eos_ids = model.eos_ids.clone();
         eos_ids.extend(more_eos_ids.iter().filter(|id| !model.eos_ids.contains(id)));
-        let tenant = String::new();
-        Self {
-            salt: blocks::salt(&tenant, request.cache_salt.as_deref().unwrap_or_default()),
-            tenant,
+        let cache_salt = request.cache_salt.as_deref().unwrap_or_default();
+        let shared = Self {
+            salt: blocks::salt(tenant.prefix_scope(), cache_salt),
             context_tokens: plane.context_tokens(&model),
             eos_ids,
             model_version: description.map_or_else(String::new, |description| {
@@ -118,9 +128,11 @@ impl Shared {
             block_tokens: description.map_or(0, |description| description.block_tokens),
             request,
             model,
+            tenant,
             request_id,
             deadline,
-        }
+        };
+        (shared, open)
     }
 }
 
@@ -171,19 +183,13 @@ enum Opened {
 impl Generation {
     /// Counts the prompts and starts every part. Errors: what the template refuses, a prompt or an answer that cannot fit.
     pub async fn prepare(plane: &Arc<Plane>, call: Call) -> Result<Self, ApiError> {
-        let Call {
-            request,
-            model,
-            request_id,
-            mut open,
-            deadline,
-        } = call;
+        let (shared, mut open) = Shared::new(plane, call);
+        let shared = Arc::new(shared);
         let prepared = async {
-            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            if shared.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                 return Err(deadline_exceeded());
             }
             let mut span = open.stage("prepare", SpanKind::Internal);
-            let shared = Arc::new(Shared::new(plane, request, model, request_id, deadline));
             let prompts = encode(plane, &shared).await?;
             open.books.prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len() as u32).sum();
             span.set("gen_ai.usage.input_tokens", i64::from(open.books.prompt_tokens));
@@ -191,10 +197,10 @@ impl Generation {
             let parts = prompts.into_iter().enumerate();
             let parts = parts.map(|(index, prompt)| Part::new(plane, &shared, index, prompt, &open));
             let parts = parts.collect::<Result<Vec<_>, _>>()?;
-            Ok((shared, parts))
+            Ok(parts)
         };
         match prepared.await {
-            Ok((shared, parts)) => Ok(Self {
+            Ok(parts) => Ok(Self {
                 plane: plane.clone(),
                 timer: None,
                 stopping: Box::pin(plane.stopping.clone().cancelled_owned()),
@@ -476,7 +482,7 @@ impl Part {
     fn key(&self) -> [u8; 32] {
         let model = &self.shared.model;
         let scope = blocks::Scope {
-            tenant: &self.shared.tenant,
+            tenant: &self.shared.tenant.name,
             model_version: &self.shared.model_version,
             tokenizer: model.tokenizer.hash(),
             template: &model.template_sha256,
@@ -535,6 +541,7 @@ impl Part {
         let (request, committed) = (&self.shared.request, self.committed().len() as u32);
         Ask {
             request_id: self.shared.request_id.clone(),
+            tenant: self.shared.tenant.name.clone(),
             class: class(request.class) as i32,
             pools: vec![self.shared.model.name.clone()],
             prompt_tokens: self.prompt_ids.len() as u32 + committed,
@@ -543,7 +550,6 @@ impl Part {
             n: request.sampling.n,
             avoid_instances: self.avoid.clone(),
             session_id: request.session_id.clone().unwrap_or_default(),
-            tenant: self.shared.tenant.clone(),
             epoch: self.epoch,
             ..Ask::default()
         }

@@ -25,6 +25,7 @@ use super::{
     open::OpenRequest,
     opening::Opening,
     server::incoming,
+    tenants::Tenant,
     tls::Tls,
     Plane,
 };
@@ -125,6 +126,12 @@ async fn report_health(plane: Arc<Plane>, reporter: tonic_health::server::Health
 
 struct Inference(Arc<Plane>);
 
+impl Inference {
+    fn identify(&self, metadata: &MetadataMap) -> Result<Arc<Tenant>, ApiError> {
+        self.0.tenants.identify(text(metadata, "authorization"))
+    }
+}
+
 #[tonic::async_trait]
 impl InferenceService for Inference {
     type GenerateStream = Pin<Box<dyn Stream<Item = Result<GenerateResponse, Status>> + Send>>;
@@ -145,12 +152,16 @@ impl InferenceService for Inference {
             open.fail(&error);
             status(&error)
         };
-        let model = plane
-            .model(&asked.model)
-            .cloned()
-            .map_err(|error| refuse(&mut open, error))?;
+        let known = self.identify(&metadata).and_then(|tenant| {
+            let model = plane.model_for(&tenant, &asked.model)?.clone();
+            Ok((tenant, model))
+        });
+        let (tenant, model) = known.map_err(|error| refuse(&mut open, error))?;
         let limits = plane.limits(&model);
-        let drafted = draft(asked).and_then(|draft| draft.validate(&limits));
+        let drafted = draft(asked).and_then(|draft| {
+            tenant.may(&draft.model, draft.class)?;
+            draft.validate(&limits)
+        });
         let request = drafted.map_err(|error| refuse(&mut open, error))?;
         let asked_ms = [request.deadline, grpc_timeout(&metadata)];
         let deadline = asked_ms
@@ -168,6 +179,7 @@ impl InferenceService for Inference {
         let call = Call {
             request,
             model: model.clone(),
+            tenant,
             request_id,
             open,
             deadline,
@@ -189,8 +201,9 @@ impl InferenceService for Inference {
         })))
     }
 
-    async fn list_models(&self, _: Request<ListModelsRequest>) -> Result<Response<ListModelsResponse>, Status> {
+    async fn list_models(&self, request: Request<ListModelsRequest>) -> Result<Response<ListModelsResponse>, Status> {
         let plane = &self.0;
+        let tenant = self.identify(request.metadata()).map_err(|error| status(&error))?;
         let describe = |name: &String| {
             let model = plane.models.get(name)?;
             Some(list_models_response::Model {
@@ -201,11 +214,13 @@ impl InferenceService for Inference {
                 tokenizer_sha256: model.tokenizer.hash().to_owned(),
             })
         };
-        let models = plane.model_names.iter().filter_map(describe).collect();
+        let seen = plane.model_names.iter().filter(|name| tenant.sees(name));
+        let models = seen.filter_map(describe).collect();
         Ok(Response::new(ListModelsResponse { models }))
     }
 
     async fn tokenize(&self, request: Request<TokenizeRequest>) -> Result<Response<TokenizeResponse>, Status> {
+        let tenant = self.identify(request.metadata()).map_err(|error| status(&error))?;
         let asked = request.into_inner();
         let prompt = match asked.input {
             Some(tokenize_request::Input::Text(text)) => Ok(Prompt::Text(text)),
@@ -213,7 +228,7 @@ impl InferenceService for Inference {
             None => Err(ApiError::invalid("input", "give text or chat")),
         };
         let result = async {
-            let model = self.0.model(&asked.model)?;
+            let model = self.0.model_for(&tenant, &asked.model)?;
             super::http::tokenize(&self.0, model, prompt?).await
         };
         let (ids, context_tokens) = result.await.map_err(|error| status(&error))?;
@@ -221,10 +236,11 @@ impl InferenceService for Inference {
     }
 
     async fn detokenize(&self, request: Request<DetokenizeRequest>) -> Result<Response<DetokenizeResponse>, Status> {
+        let tenant = self.identify(request.metadata()).map_err(|error| status(&error))?;
         let asked = request.into_inner();
         let result = self
             .0
-            .model(&asked.model)
+            .model_for(&tenant, &asked.model)
             .and_then(|model| super::http::detokenize(model, &asked.ids, asked.skip_special));
         let text = result.map_err(|error| status(&error))?;
         Ok(Response::new(DetokenizeResponse { text }))

@@ -10,7 +10,7 @@ use axum::{
     body::Body,
     extract::{Path, Request, State},
     http::{
-        header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER},
+        header::{AUTHORIZATION, CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER},
         HeaderMap, HeaderValue, StatusCode,
     },
     response::Response,
@@ -26,6 +26,7 @@ use super::{
     model::Model,
     open::OpenRequest,
     sse::{Collected, Events, SseBody},
+    tenants::Tenant,
     Plane,
 };
 use crate::{
@@ -97,15 +98,18 @@ async fn answer(
     arrived: Instant,
 ) -> Result<Response, ApiError> {
     plane.admit()?;
-    let drafted = match read(plane, headers, body).await {
-        Ok(body) => draft(plane, kind, headers, body).await,
-        Err(error) => Err(error),
+    let drafted = async {
+        // Before its body: who is not known sends us nothing.
+        let tenant = identify(plane, headers)?;
+        let body = read(plane, headers, body).await?;
+        Ok((draft(plane, kind, headers, body).await?, tenant))
     };
+    let drafted = drafted.await;
     let operation = match kind {
         AnswerKind::Chat => "chat",
         AnswerKind::Completion => "text_completion",
     };
-    let name = drafted.as_ref().map_or("", |draft| draft.model.as_str());
+    let name = drafted.as_ref().map_or("", |(draft, _)| draft.model.as_str());
     let mut open = OpenRequest::new(
         plane,
         Door::Http,
@@ -114,16 +118,18 @@ async fn answer(
         header(headers, "traceparent"),
         arrived,
     )?;
-    let checked = drafted.and_then(|draft| {
+    let checked = drafted.and_then(|(draft, tenant)| {
+        tenant.may(&draft.model, draft.class)?;
         let model = plane.model(&draft.model)?.clone();
-        Ok((draft.validate(&plane.limits(&model))?, model))
+        Ok((draft.validate(&plane.limits(&model))?, model, tenant))
     });
-    let (request, model) = checked.inspect_err(|error| open.fail(error))?;
+    let (request, model, tenant) = checked.inspect_err(|error| open.fail(error))?;
     let deadline = request.deadline.and_then(|left| arrived.checked_add(left));
     let (stream, include_usage, choices) = (request.stream, request.include_usage, request.total_choices());
     let call = Call {
         request,
         model: model.clone(),
+        tenant,
         request_id: request_id.to_owned(),
         open,
         deadline,
@@ -181,6 +187,10 @@ fn mark_cached(response: &mut Response, cached: bool) {
     if cached {
         response.headers_mut().insert(CACHED, HeaderValue::from_static("true"));
     }
+}
+
+fn identify(plane: &Plane, headers: &HeaderMap) -> Result<Arc<Tenant>, ApiError> {
+    plane.tenants.identify(header(headers, AUTHORIZATION.as_str()))
 }
 
 /// The whole body, within its bounds of size and time.
@@ -248,9 +258,10 @@ async fn wrap_tokenize(plane: Arc<Plane>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let result = async {
         plane.admit()?;
+        let tenant = identify(&plane, &parts.headers)?;
         let body = read(&plane, &parts.headers, body).await?;
         let asked = plane.compute.run(body.len(), move || parse_tokenize(&body)).await?;
-        let model = plane.model(&asked.model)?;
+        let model = plane.model_for(&tenant, &asked.model)?;
         tokenize(&plane, model, asked.prompt).await
     };
     match result.await {
@@ -263,9 +274,10 @@ async fn wrap_detokenize(plane: Arc<Plane>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let result = async {
         plane.admit()?;
+        let tenant = identify(&plane, &parts.headers)?;
         let body = read(&plane, &parts.headers, body).await?;
         let asked = plane.compute.run(body.len(), move || parse_detokenize(&body)).await?;
-        detokenize(plane.model(&asked.model)?, &asked.ids, false)
+        detokenize(plane.model_for(&tenant, &asked.model)?, &asked.ids, false)
     };
     match result.await {
         Ok(text) => json(StatusCode::OK, detokenize_body(&text)),
@@ -295,10 +307,15 @@ pub fn detokenize(model: &Model, ids: &[u32], skip_special: bool) -> Result<Stri
     Ok(model.tokenizer.decode(ids, skip_special))
 }
 
-async fn models(State(plane): SharedPlane) -> Response {
+async fn models(State(plane): SharedPlane, headers: HeaderMap) -> Response {
+    let tenant = match identify(&plane, &headers) {
+        Ok(tenant) => tenant,
+        Err(error) => return failure(&error),
+    };
     let models: Vec<_> = plane
         .model_names
         .iter()
+        .filter(|name| tenant.sees(name))
         .filter_map(|name| describe(&plane, name))
         .collect();
     json(
@@ -307,10 +324,14 @@ async fn models(State(plane): SharedPlane) -> Response {
     )
 }
 
-async fn model(State(plane): SharedPlane, Path(name): Path<String>) -> Response {
-    match describe(&plane, &name) {
-        Some(model) => json(StatusCode::OK, model.to_string()),
-        None => failure(&ApiError::model_not_found(&name)),
+async fn model(State(plane): SharedPlane, Path(name): Path<String>, headers: HeaderMap) -> Response {
+    let found = identify(&plane, &headers).and_then(|tenant| {
+        let seen = tenant.sees(&name).then(|| describe(&plane, &name)).flatten();
+        seen.ok_or_else(|| ApiError::model_not_found(&name))
+    });
+    match found {
+        Ok(model) => json(StatusCode::OK, model.to_string()),
+        Err(error) => failure(&error),
     }
 }
 

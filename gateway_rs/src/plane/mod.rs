@@ -21,6 +21,7 @@ pub mod open;
 mod opening;
 pub mod server;
 pub mod sse;
+pub mod tenants;
 pub mod tls;
 pub mod trace;
 
@@ -43,6 +44,7 @@ use self::{
     links::{cache::Cache, scheduler::Scheduler, worker::Workers},
     metrics::{Metrics, ModelMetrics},
     model::Model,
+    tenants::{Tenant, Tenants},
     tls::Tls,
     trace::Tracing,
 };
@@ -60,6 +62,8 @@ pub struct Plane {
     pub models: HashMap<String, Arc<Model>>,
     /// In the order of the configuration.
     pub model_names: Vec<String>,
+    /// Who asks.
+    pub tenants: Arc<Tenants>,
     /// "Who runs it, and when?"
     pub scheduler: Arc<Scheduler>,
     /// "What do we already have?"; None = no cache.
@@ -116,6 +120,7 @@ impl Plane {
         };
         let blocks = Arc::new(RwLock::new(Blocks::new(limits, rand::random())));
         Ok(Arc::new(Self {
+            tenants: Arc::new(Tenants::load(&config.tenants_file)?),
             scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone(), tls.clone(), blocks.clone()),
             cache: (!config.cache.is_empty()).then(|| Cache::start(config.cache.clone(), tls.clone(), blocks)),
             workers: Arc::new(Workers::new(router_id, config.max_unread_tokens, accept, tls)),
@@ -141,6 +146,14 @@ impl Plane {
     /// The model of that name. Errors: MODEL_NOT_FOUND.
     pub fn model(&self, name: &str) -> Result<&Arc<Model>, ApiError> {
         self.models.get(name).ok_or_else(|| ApiError::model_not_found(name))
+    }
+
+    /// The model of that name, if that tenant may know of it. Errors: MODEL_NOT_FOUND.
+    pub fn model_for(&self, tenant: &Tenant, name: &str) -> Result<&Arc<Model>, ApiError> {
+        match tenant.sees(name) {
+            true => self.model(name),
+            false => Err(ApiError::model_not_found(name)),
+        }
     }
 
     /// The pool that serves a model, as the scheduler last described it.

@@ -105,8 +105,9 @@ impl Server {
             ))),
             tokio::spawn(unconstrained(grpc::serve(plane.clone(), grpc, doors, closing.clone()))),
         ];
+        // Both end with the runtime.
+        tokio::spawn(plane.tenants.clone().watch());
         if let Some(tls) = tls {
-            // Ends with the runtime.
             tokio::spawn(tls.watch());
         }
         drop(inside);

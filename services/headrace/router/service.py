@@ -55,6 +55,7 @@ def plane_config(config: Config) -> str:
         for model in config.models
     ]
     settings["telemetry"] = dataclasses.asdict(config.telemetry)
+    settings["tenants_file"] = config.tenants.file
     if config.tls.on:
         settings["tls"] = dataclasses.asdict(config.tls)
     return json.dumps(settings)
