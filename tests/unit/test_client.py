@@ -173,7 +173,8 @@ async def test_every_option_reaches_the_router() -> None:
     left_s = router.times_left_s[0]
     # The router is to end it at the deadline, with its reasons; the call itself has a little longer.
     assert left_s is not None
-    assert 60.0 < left_s <= 60.0 + module.DEADLINE_SLACK_S
+    # gRPC rounds what it sends up to three digits.
+    assert 60.0 < left_s <= (60.0 + module.DEADLINE_SLACK_S) * 1.01
 
 
 def test_left_out_options_stay_absent() -> None:
