@@ -424,6 +424,69 @@ def lengths(ev: Eval) -> Iterable[Row]:
             yield Row("E8 lengths", f"{name}: mean latency FCFS / shortest, sigma {sigma}", f"{ratio:.2f}", "LTR 2.8")
 
 
+#: A token of an answer weighs so many prompt tokens in VTC and in the scheduler's accounts.
+OUTPUT_WEIGHT = 2.0
+
+
+def fairness(ev: Eval) -> Iterable[Row]:
+    """Tenants that all ask for more than their share, one for twice as much as the others, on one worker.
+
+    What two of them have had, per weight, may differ over any interval by 2 max(L, 2 M) tokens (VTC, arXiv 2401.00588):
+    L the longest prompt, M the KV of a batch.
+    """
+    blocks, block_tokens, tenants = 512, 64, 3
+    workload = sim.make_workload(
+        {
+            "requests": 1500 if ev.short else 4000,
+            "rate_per_s": 30,
+            "roots": 1500,
+            "shared_tokens": 0,
+            "tenants": tenants,
+        },
+        1,
+    )
+    for weights in ({}, {"tenant-0": 2.0}):
+        settings = {
+            "groups": [{"workers": 1, "kv_blocks": blocks}],
+            "shed": False,
+            "scheduler": {"max_queued": 100_000, "tenant_weights": weights},
+        }
+        worst, bound = [], 0.0
+        for seed in ev.seeds:
+            outcome = sim.run_one(workload, {**settings, "seed": seed})
+            longest = max(outcome.column("prompt_tokens"))
+            bound = 2 * max(longest, OUTPUT_WEIGHT * blocks * block_tokens)
+            worst.append(widest_gap(outcome, [weights.get(f"tenant-{each}", 1.0) for each in range(tenants)]))
+        name = "weights 2, 1, 1" if weights else "equal weights"
+        figure = f"{pm(worst, 0)} tokens"
+        yield Row(
+            "E9 fairness", f"{tenants} tenants, {name}: widest gap", figure, f"<= {bound:.0f}", max(worst) <= bound
+        )
+
+
+def widest_gap(outcome: Outcome, weights: list[float]) -> float:
+    """By how much what two tenants have had, per weight, drifted apart over any interval in which all waited."""
+    names = ("tenant", "arrival_s", "first_token_s", "finished_s", "prompt_tokens", "cached_tokens", "output_tokens")
+    rows = list(zip(*(outcome.column(name) for name in names), strict=True))
+    # From when each has something waiting until the first has nothing left to ask for.
+    from_s = 5.0
+    until_s = min(max(row[1] for row in rows if row[0] == tenant) for tenant in range(len(weights)))
+    times = [from_s + (until_s - from_s) * at / 400 for at in range(401)]
+    had = [[0.0] * len(times) for _ in weights]
+    for number, _, first_s, finished_s, prompt, cached, output in rows:
+        tenant = int(number)
+        for at, now_s in enumerate(times):
+            if now_s >= first_s:
+                part = min(1.0, (now_s - first_s) / max(finished_s - first_s, 1e-9))
+                had[tenant][at] += (prompt - cached + OUTPUT_WEIGHT * output * part) / weights[tenant]
+    gaps = [
+        [one - other for one, other in zip(had[first], had[second], strict=True)]
+        for first in range(len(weights))
+        for second in range(first)
+    ]
+    return max(max(gap) - min(gap) for gap in gaps)
+
+
 def failures(ev: Eval) -> Iterable[Row]:
     """One worker of eight is lost every minute, for twenty seconds."""
     workload = ev.workload("mooncake", TRACES["conversation"])
@@ -459,6 +522,7 @@ EXPERIMENTS: dict[str, Callable[[Eval], Iterable[Row]]] = {
     "chunks": chunks,
     "overload": overload,
     "lengths": lengths,
+    "fairness": fairness,
     "failures": failures,
     "scale": scale,
 }

@@ -44,6 +44,7 @@ impl Core {
                 continue;
             };
             if self.fits(place, choice.link, choice.hit_tokens)
+                && !self.is_behind(place, choice.link)
                 && !self.is_busy(place, choice.link)
                 && !self.is_throttled(choice.link)
             {
@@ -64,6 +65,15 @@ impl Core {
         worker
             .zip(waiting)
             .is_some_and(|(worker, waiting)| worker.open() && worker.has_room(&waiting.ask, hit_tokens))
+    }
+
+    /// Whether somebody whose turn is before that ask's waits for that worker already: what needs little room would
+    /// otherwise overtake for ever.
+    fn is_behind(&self, place: Place, link: Link) -> bool {
+        let (first, waiting) = (self.queue.planned(link).next(), self.queue.get(place));
+        first
+            .zip(waiting)
+            .is_some_and(|(first, waiting)| self.queue.turn(first) < self.queue.turn(waiting))
     }
 
     /// Whether a worker has enough to compute before that ask, as far as its predictions can be trusted.

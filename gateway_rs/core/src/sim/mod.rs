@@ -712,6 +712,38 @@ mod tests {
         outcome.expect("not stopped")
     }
 
+    #[test]
+    fn tenants_share_a_worker_whose_kv_is_short() {
+        let like = Synthetic {
+            requests: 1500,
+            rate_per_s: 30.0,
+            roots: 1500,
+            shared_tokens: 0,
+            tenants: 3,
+            ..Synthetic::default()
+        };
+        let workload = Workload::synthetic(&like, 1);
+        let settings = r#"{"shed": false, "groups": [{"workers": 1, "kv_blocks": 512}]}"#;
+        let outcome = simulated(settings, &workload);
+        // The first asks for twice as much as each of the others, all for more than there is.
+        let until_s = 45.0;
+        let mut had = [0.0; 3];
+        for each in &outcome.records {
+            if let (Some(first_s), Some(finished_s)) = (each.first_token_s, each.finished_s) {
+                let part = ((until_s - first_s) / (finished_s - first_s).max(1e-9)).clamp(0.0, 1.0);
+                let prompt = if first_s < until_s { each.prompt_tokens } else { 0 };
+                had[each.tenant as usize] += f64::from(prompt) + 2.0 * part * f64::from(each.output_tokens);
+            }
+        }
+        // As VTC: 2 max(L, 2 M), with M the KV of a batch.
+        let bound = 2.0 * 2.0 * 512.0 * 64.0;
+        let (most, least) = (
+            had.iter().copied().fold(0.0, f64::max),
+            had.iter().copied().fold(f64::INFINITY, f64::min),
+        );
+        assert!(most - least <= bound && least > most / 2.0, "{had:?}");
+    }
+
     fn made_up(requests: u32, rate_per_s: f64) -> Workload {
         let like = Synthetic {
             requests,
