@@ -4,13 +4,15 @@
 //! and begin alike would be computed on as many workers as there are. Bounded by the prompts that are under way.
 
 use ahash::HashMap;
+use smallvec::SmallVec;
 
 use super::{Overlap, PrefixIndex, WorkerId};
 
 /// Block name to workers, each with how many of its prompts want it.
 #[derive(Debug, Default)]
 pub struct Expected {
-    workers: HashMap<u64, Vec<(WorkerId, u32)>>,
+    // Mostly one worker, without memory of its own: a long prompt brings thousands of blocks at once.
+    workers: HashMap<u64, SmallVec<[(WorkerId, u32); 1]>>,
 }
 
 impl Expected {
@@ -22,6 +24,7 @@ impl Expected {
 
     /// The worker will hold these, because of one prompt.
     pub fn add(&mut self, worker: WorkerId, blocks: &[u64]) {
+        self.workers.reserve(blocks.len());
         for &block in blocks {
             let workers = self.workers.entry(block).or_default();
             match workers.iter_mut().find(|each| each.0 == worker) {
@@ -79,7 +82,7 @@ impl Expected {
         for each in &mut out[start..] {
             each.blocks = self.leading(each.worker, blocks, each.blocks, 0);
         }
-        for &(worker, _) in self.workers.get(first).map_or(&[][..], Vec::as_slice) {
+        for &(worker, _) in self.workers.get(first).map_or(&[][..], SmallVec::as_slice) {
             if !index.holds(worker, *first) {
                 let blocks = self.leading(worker, blocks, 0, 0);
                 out.push(Overlap { worker, blocks });
