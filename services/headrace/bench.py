@@ -65,8 +65,9 @@ class Plan:
     duration_s: float | None = None
     prompt_tokens: int = 128
     output_tokens: int = 64
-    #: So many tokens at the prompt's beginning are the same in all requests.
+    #: So many tokens at the prompt's beginning are one of ``shared_prefixes``, drawn for each request.
     shared_prefix: int = 0
+    shared_prefixes: int = 1
     #: Arrivals a second of the open loop; None = closed loop.
     rate: float | None = None
     model: str = ""
@@ -79,6 +80,8 @@ class Plan:
     temperature: float | None = None
     #: Answers may come from the response cache.
     use_cache: bool = False
+    #: KV of earlier prompts may be reused. Without it, headrace's routers are told so; others may not know the field.
+    reuse_prefix: bool = True
     #: A request that takes longer is given up, as error "timeout".
     timeout_s: float = 600.0
     #: For grpcs:// and https:// targets, and for those without a scheme; None = the public authorities, and plain text.
@@ -91,6 +94,7 @@ class Plan:
             ("prompt-tokens", self.prompt_tokens, 1),
             ("output-tokens", self.output_tokens, 1),
             ("shared-prefix", self.shared_prefix, 0),
+            ("shared-prefixes", self.shared_prefixes, 1),
             ("warmup", self.warmup, 0),
         )
         for name, value, least in bounds:
@@ -198,6 +202,7 @@ class GrpcTarget:
             "max_tokens": output_tokens,
             "ignore_eos": True,
             "bypass_cache": not plan.use_cache,
+            "bypass_prefix_cache": not plan.reuse_prefix,
         }
         if plan.chat:
             options["messages"] = [{"role": "user", "content": prompt}]
@@ -326,6 +331,8 @@ class HttpTarget:
         }
         if not plan.use_cache:
             body["bypass_cache"] = True
+        if not plan.reuse_prefix:
+            body["bypass_prefix_cache"] = True
         if plan.temperature is not None:
             body["temperature"] = plan.temperature
         if plan.chat:
@@ -460,12 +467,18 @@ class Prompts:
     shared_tokens: int
     #: Of the words used here, in the model's vocabulary.
     tokens_per_word: float = 1.0
+    #: Different beginnings.
+    prefixes: int = 1
 
     def prompt(self, name: int | str) -> str:
         """The prompt of that name."""
         words = max(1, round(self.tokens / self.tokens_per_word))
         shared = min(words, round(self.shared_tokens / self.tokens_per_word))
-        return " ".join((*self._draw("shared", shared), *self._draw(name, words - shared)))
+        return " ".join((*self._draw(f"shared {self.prefix(name)}", shared), *self._draw(name, words - shared)))
+
+    def prefix(self, name: int | str) -> int:
+        """Which of the beginnings that prompt has: drawn, as a turn could be in step with how requests are placed."""
+        return random.Random(f"{self.seed}/{name}/prefix").randrange(self.prefixes)
 
     def _draw(self, name: int | str, count: int) -> list[str]:
         return random.Random(f"{self.seed}/{name}").choices(WORDS, k=count)
@@ -668,7 +681,7 @@ async def _calibrated(plan: Plan, target: Target) -> Prompts:
     count = await target.count_tokens(" ".join(WORDS))
     # A token more is the model's own mark of the beginning.
     ratio = 1.0 if count is None or count <= len(WORDS) + 1 else count / len(WORDS)
-    return Prompts(plan.seed, plan.prompt_tokens, plan.shared_prefix, ratio)
+    return Prompts(plan.seed, plan.prompt_tokens, plan.shared_prefix, ratio, plan.shared_prefixes)
 
 
 async def _warm_up(plan: Plan, target: Target, prompts: Prompts) -> None:

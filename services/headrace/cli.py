@@ -276,7 +276,8 @@ def bench(
     duration: Annotated[float | None, typer.Option(help="Seconds to go on sending.", show_default="none")] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of a prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 64,
-    shared_prefix: Annotated[int, typer.Option(help="So many tokens of the prompt are the same in all requests.")] = 0,
+    shared_prefix: Annotated[int, typer.Option(help="So many tokens at the prompt's beginning are shared.")] = 0,
+    shared_prefixes: Annotated[int, typer.Option(help="Different shared prefixes; each request draws one.")] = 1,
     rate: Annotated[
         float | None,
         typer.Option(help="Requests a second, arriving at random (open loop).", show_default="closed loop"),
@@ -287,6 +288,10 @@ def bench(
     temperature: Annotated[float | None, typer.Option(help="0 = greedy.", show_default="the model's")] = None,
     as_chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
     use_cache: Annotated[bool, typer.Option("--use-cache", help="Let the response cache answer.")] = False,
+    no_prefix_reuse: Annotated[
+        bool,
+        typer.Option("--no-prefix-reuse", help="Compute each prompt anew (headrace's routers; others may ignore it)."),
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600.0,
     config: ClientConfigFile = None,
     authority: Authority = None,
@@ -307,6 +312,7 @@ def bench(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         shared_prefix=shared_prefix,
+        shared_prefixes=shared_prefixes,
         rate=rate,
         model=model,
         # Not always the same: the second run would find the first one's prompts in the prefix cache.
@@ -315,6 +321,7 @@ def bench(
         chat=as_chat,
         temperature=temperature,
         use_cache=use_cache,
+        reuse_prefix=not no_prefix_reuse,
         timeout_s=timeout,
         tls=_client_tls(target, config, authority, certificate, key),
     )

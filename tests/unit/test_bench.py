@@ -101,6 +101,18 @@ def test_prompts_have_their_length_and_share_only_their_beginning(
         assert one[same:] != two[same:]
 
 
+@given(seed=st.integers(0, 1000), prefixes=st.integers(1, 5))
+def test_prompts_share_their_beginning_with_those_of_the_same_prefix_alone(seed: int, prefixes: int) -> None:
+    prompts = Prompts(seed, 60, 40, prefixes=prefixes)
+    beginnings: dict[int, set[str]] = {}
+    for name in range(100):
+        words = prompts.prompt(name).split()
+        beginnings.setdefault(prompts.prefix(name), set()).add(" ".join(words[:40]))
+    assert set(beginnings) == set(range(prefixes))
+    assert all(len(same) == 1 for same in beginnings.values())
+    assert len(set.union(*beginnings.values())) == prefixes
+
+
 def test_another_seed_gives_another_prompt() -> None:
     assert Prompts(1, 50, 50).prompt(1) != Prompts(2, 50, 50).prompt(1)
 
@@ -180,6 +192,7 @@ def test_the_report_as_json_has_its_promised_keys() -> None:
         ({"prompt_tokens": 0}, "--prompt-tokens"),
         ({"output_tokens": 0}, "--output-tokens"),
         ({"shared_prefix": -1}, "--shared-prefix"),
+        ({"shared_prefixes": 0}, "--shared-prefixes: must be at least 1, got 0"),
         ({"shared_prefix": 200}, r"--shared-prefix: must be at most --prompt-tokens \(128\)"),
         ({"rate": 0.0}, "--rate: must be more than 0"),
         ({"rate": math.nan}, "--rate"),
@@ -272,6 +285,12 @@ async def test_stopping_reports_what_was_measured_so_far() -> None:
     assert target.closed
 
 
+async def test_a_run_with_many_prefixes() -> None:
+    target = FakeTarget()
+    await run(Plan(requests=40, warmup=0, prompt_tokens=30, shared_prefix=20, shared_prefixes=3), target=target)
+    assert len({" ".join(prompt.split()[:20]) for prompt in target.prompts}) == 3
+
+
 async def test_errors_are_counted_by_kind() -> None:
     report = await run(Plan(requests=5, warmup=0), target=FakeTarget(error="overloaded"))
     assert report.errors == {"overloaded": 5}
@@ -306,6 +325,7 @@ async def test_grpc_end_to_end() -> None:
     request = router.requests[-1]
     assert request.stopping == router_pb2.StoppingOptions(max_tokens=6, ignore_eos=True)
     assert request.bypass_cache
+    assert not request.bypass_prefix_cache
     assert len(request.text.split()) == 128
     assert not request.sampling.HasField("temperature")
 
@@ -319,6 +339,12 @@ async def test_grpc_as_chat_with_the_cache() -> None:
     assert request.chat.messages[0].role == "user"
     assert not request.bypass_cache
     assert request.sampling.HasField("temperature")
+
+
+async def test_grpc_without_prefix_reuse() -> None:
+    async with FakeRouter() as router:
+        await run(Plan(target=router.address, requests=3, warmup=1, reuse_prefix=False))
+    assert [request.bypass_prefix_cache for request in router.requests] == [True] * 4
 
 
 async def test_grpc_errors_by_kind() -> None:
@@ -400,6 +426,15 @@ async def test_http_end_to_end(chat: bool) -> None:
     assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (5, True, True)
     assert body["stream_options"] == {"include_usage": True}
     assert body["bypass_cache"] is True
+    assert "bypass_prefix_cache" not in body
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_http_without_prefix_reuse(chat: bool) -> None:
+    async with FakeHttpRouter() as router:
+        plan = Plan(target=f"http://{router.address}", requests=3, warmup=1, chat=chat, reuse_prefix=False)
+        await run(plan)
+    assert [body["bypass_prefix_cache"] for path, body in router.requests if "completions" in path] == [True] * 4
 
 
 async def test_http_server_that_closes_each_connection() -> None:

@@ -163,6 +163,7 @@ async def test_bench_as_json_over_both_protocols() -> None:
                     "2",
                     "--output-tokens",
                     "5",
+                    "--no-prefix-reuse",
                 )
             )
             code, out, err = await ended(process)
@@ -171,6 +172,8 @@ async def test_bench_as_json_over_both_protocols() -> None:
             assert (report["requests"], report["errors"], report["output_tokens"]) == (6, {}, 30)
             assert report["ttft_s"]["p50"] > 0
             assert report["tpot_s"]["p99"] >= 0
+    assert all(request.bypass_prefix_cache for request in grpc_side.requests)
+    assert all(body["bypass_prefix_cache"] for path, body in http_side.requests if path == "/v1/completions")
 
 
 async def test_bench_for_people_and_its_exit_code() -> None:
