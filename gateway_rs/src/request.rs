@@ -25,6 +25,11 @@ pub enum Door {
     Native,
 }
 
+/// The headers of the latency targets: OpenAI's bodies have no field for them.
+pub const TTFT_HEADER: &str = "x-headrace-ttft-ms";
+/// See [`TTFT_HEADER`].
+pub const TPOT_HEADER: &str = "x-headrace-tpot-ms";
+
 /// A field that more than one door has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Field {
@@ -44,6 +49,8 @@ enum Field {
     StopIds,
     TopLogprobs,
     Deadline,
+    TtftTarget,
+    TpotTarget,
 }
 
 impl Door {
@@ -72,6 +79,8 @@ impl Door {
                 _ => ("top_logprobs", "logprobs.top"),
             },
             Field::Deadline => ("deadline_ms", "deadline_ms"),
+            Field::TtftTarget => (TTFT_HEADER, "ttft_target_ms"),
+            Field::TpotTarget => (TPOT_HEADER, "tpot_target_ms"),
         };
         if self == Self::Native {
             native
@@ -547,7 +556,7 @@ pub struct Limits {
     pub max_logit_bias: usize,
     /// Largest `top_logprobs`.
     pub max_top_logprobs: u32,
-    /// Longest deadline a client may ask for.
+    /// Longest deadline a client may ask for, and longest latency target.
     pub max_deadline: Duration,
     /// Bounds on schemas, patterns and grammars.
     pub schema: schema::Limits,
@@ -633,6 +642,10 @@ pub struct Draft {
     pub class: Class,
     /// Time to the whole answer.
     pub deadline: Option<Duration>,
+    /// See [`Request`].
+    pub ttft_target_ms: Option<f64>,
+    /// See [`Request`].
+    pub tpot_target_ms: Option<f64>,
     /// Answer as a stream.
     pub stream: bool,
     /// A stream ends with its usage.
@@ -690,6 +703,8 @@ impl Draft {
             lora: String::new(),
             class: Class::Standard,
             deadline: None,
+            ttft_target_ms: None,
+            tpot_target_ms: None,
             stream: false,
             include_usage: false,
             echo: false,
@@ -728,6 +743,8 @@ impl Draft {
                 ));
             }
         }
+        let ttft_target_ms = self.target_ms(Field::TtftTarget, self.ttft_target_ms, limits)?;
+        let tpot_target_ms = self.target_ms(Field::TpotTarget, self.tpot_target_ms, limits)?;
         Ok(Request {
             door: self.door,
             sampling,
@@ -745,6 +762,8 @@ impl Draft {
             lora: label(self.lora, "lora")?,
             class: self.class,
             deadline: self.deadline,
+            ttft_target_ms,
+            tpot_target_ms,
             stream: self.stream,
             include_usage: self.include_usage,
             echo: self.echo,
@@ -887,6 +906,22 @@ impl Draft {
             .transpose()
     }
 
+    /// A latency target in whole milliseconds, 1 at least: 0 could never be met.
+    fn target_ms(&self, field: Field, target_ms: Option<f64>, limits: &Limits) -> Result<Option<u32>, ApiError> {
+        let most_ms = limits.max_deadline.as_secs_f64() * 1000.0;
+        target_ms
+            .map(|ms| {
+                (ms > 0.0 && ms <= most_ms)
+                    .then(|| ms.round().max(1.0) as u32)
+                    .ok_or_else(|| {
+                        let param = self.door.name(field);
+                        let message = format!("{param} must be above 0 and at most {most_ms} ms, got {ms}");
+                        ApiError::invalid(param, message)
+                    })
+            })
+            .transpose()
+    }
+
     fn lengths(&self, max_tokens_param: &'static str) -> Result<(Option<u32>, u32), ApiError> {
         // To answer with the prompt and no more is legal where the prompt can be echoed.
         let least = i64::from(!self.echo);
@@ -1011,13 +1046,15 @@ pub fn deadline_from_ms(ms: f64, param: &str) -> Result<Duration, ApiError> {
 
 /// The same, from the text of a header.
 pub fn deadline_from_text(text: &str, param: &str) -> Result<Duration, ApiError> {
-    let ms = text.trim().parse::<f64>().map_err(|_| {
-        ApiError::invalid(
-            param,
-            format!("a deadline must be a number of milliseconds, got {}", shorten(text)),
-        )
-    })?;
-    deadline_from_ms(ms, param)
+    deadline_from_ms(ms_from_text(text, param)?, param)
+}
+
+/// A number of milliseconds, from the text of a header.
+pub fn ms_from_text(text: &str, param: &str) -> Result<f64, ApiError> {
+    text.trim().parse().map_err(|_| {
+        let message = format!("{param} must be a number of milliseconds, got {}", shorten(text));
+        ApiError::invalid(param, message)
+    })
 }
 
 /// A validated request. Made only by [`Draft::validate`].
@@ -1045,6 +1082,10 @@ pub struct Request {
     pub class: Class,
     /// Time to the whole answer, from arrival; zero has passed already.
     pub deadline: Option<Duration>,
+    /// The first token is wanted within so long; absent = the class's target.
+    pub ttft_target_ms: Option<u32>,
+    /// Each further token is wanted within so long; absent = the class's target.
+    pub tpot_target_ms: Option<u32>,
     /// Answer as a stream.
     pub stream: bool,
     /// A stream ends with its usage.

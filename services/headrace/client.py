@@ -45,7 +45,7 @@ API_KEY_VARIABLE = "HEADRACE_API_KEY"
 #: Listing and tokenising take milliseconds; a router that takes longer is not answering.
 SHORT_CALL_TIMEOUT_S = 30.0
 
-_MAX_DEADLINE_MS = 2**32 - 1
+_MAX_MS = 2**32 - 1
 
 
 class Outcome(enum.StrEnum):
@@ -260,6 +260,10 @@ class GenerateOptions(TypedDict, total=False):
     #: Time to the whole answer, in seconds. At its end the partial answer stands and ClientError "deadline_exceeded"
     #: follows.
     deadline_s: float
+    #: Wanted time to the first token, and between tokens after it, in seconds; left out = the targets of its class. A
+    #: request that can't have its first token in time any more is refused as "overloaded", with when to try again.
+    ttft_target_s: float
+    tpot_target_s: float
     #: Neither answer from nor store in the response cache.
     bypass_cache: bool
     #: Do not reuse KV of earlier prompts.
@@ -486,6 +490,10 @@ def generate_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
             request.logprobs.enabled = True
             request.logprobs.top = options["logprobs"]
         request.deadline_ms = _deadline_ms(options.get("deadline_s"))
+        if "ttft_target_s" in options:
+            request.ttft_target_ms = _target_ms("ttft_target_s", options["ttft_target_s"])
+        if "tpot_target_s" in options:
+            request.tpot_target_ms = _target_ms("tpot_target_s", options["tpot_target_s"])
         for name in ("lora", "bypass_cache", "bypass_prefix_cache", "session_id", "cache_salt"):
             if name in options:
                 setattr(request, name, options[name])  # type: ignore[literal-required]
@@ -589,7 +597,13 @@ def _deadline_ms(deadline_s: float | None) -> int:
         return 0
     if not math.isfinite(deadline_s) or deadline_s < 0:
         raise _invalid(f"deadline_s: expected seconds of at least 0, got {deadline_s}", "deadline_s")
-    return min(max(math.ceil(deadline_s * 1000), 1), _MAX_DEADLINE_MS)
+    return min(max(math.ceil(deadline_s * 1000), 1), _MAX_MS)
+
+
+def _target_ms(name: str, target_s: float) -> int:
+    if not math.isfinite(target_s) or target_s <= 0:
+        raise _invalid(f"{name}: expected seconds above 0, got {target_s}", name)
+    return min(max(round(target_s * 1000), 1), _MAX_MS)
 
 
 def call_timeout_s(deadline_s: float | None) -> float | None:

@@ -91,7 +91,7 @@ class RouterConfig:
         minimum=1,
     )
     max_choices: int = setting(16, "largest n", minimum=1, maximum=128)
-    max_deadline_s: float = setting(3600.0, "longest deadline a client may ask for", minimum=0.001)
+    max_deadline_s: float = setting(3600.0, "longest deadline or latency target a client may ask for", minimum=0.001)
     max_index_bytes: int = setting(64 * 2**20, "memory for who holds which KV blocks, by the cache's news", minimum=0)
     place_attempts: int = setting(
         3, "workers to try for a request of which nothing was shown yet", minimum=1, maximum=16

@@ -146,6 +146,22 @@ async def test_what_the_scheduler_is_told(lab: Lab) -> None:
     assert other.block_hashes[1] != ask.block_hashes[1]
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_latency_targets_reach_the_scheduler(lab: Lab, mode: str) -> None:
+    await lab.worker()
+    if mode == "grpc":
+        (await lab.ask("go", {"ttft_target_ms": 2500, "tpot_target_ms": 40}, mode=mode)).succeeded()
+    else:
+        headers = {"x-headrace-ttft-ms": "2500", "x-headrace-tpot-ms": "40.2"}
+        (await lab.ask("go", mode=mode, headers=headers)).succeeded()
+    (await lab.ask("go again", mode=mode)).succeeded()
+    asked, silent = lab.books.asks.values()
+    assert (asked.ttft_target_ms, asked.tpot_target_ms) == (2500, 40)
+    # The class's own hold then.
+    assert not silent.HasField("ttft_target_ms")
+    assert not silent.HasField("tpot_target_ms")
+
+
 async def test_the_same_request_id_twice_at_once(lab: Lab) -> None:
     """It is a name for people, and nothing hangs on it."""
     await lab.worker(slots=2)

@@ -110,6 +110,18 @@ async def test_an_answer_goes_on_elsewhere_with_its_whole_state(lab: Lab, mode: 
     assert len(lab.books.released) == 2
 
 
+async def test_a_resumed_answer_has_had_its_first_token(lab: Lab) -> None:
+    await two_workers(lab)
+    lab.play("'ab'; DIE")
+    lab.play("'cd'; END")
+    params = {"ttft_target_ms": 60_000, "tpot_target_ms": 50}
+    assert (await lab.ask("1234567", params, mode="grpc")).succeeded().text == "abcd"
+    first, second = sorted(lab.books.asks.values(), key=lambda ask: ask.epoch)
+    assert (first.ttft_target_ms, first.tpot_target_ms) == (60_000, 50)
+    assert not second.HasField("ttft_target_ms")
+    assert second.tpot_target_ms == 50
+
+
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_character_and_a_held_stop_survive_the_move(lab: Lab, mode: str) -> None:
     await two_workers(lab)

@@ -102,6 +102,29 @@ async def test_a_wrong_field_is_refused_by_name(lab: Lab, mode: str, case: str) 
     await still_serves(lab, mode)
 
 
+@pytest.mark.parametrize("mode", HTTP_MODES)
+@pytest.mark.parametrize("header", ["x-headrace-ttft-ms", "x-headrace-tpot-ms"])
+@pytest.mark.parametrize("value", ["0", "-5", "soon", "nan", "inf", "3600001"])
+async def test_a_latency_target_that_is_none_is_refused_by_header(lab: Lab, mode: str, header: str, value: str) -> None:
+    await lab.worker()
+    failure = (await lab.ask("1234567", mode=mode, headers={header: value})).refused(400, code="invalid_argument")
+    assert failure.param == header
+    assert value.lower() in failure.message.lower()
+    if value == "3600001":
+        assert "at most 3600000 ms" in failure.message
+    await still_serves(lab, mode)
+
+
+@pytest.mark.parametrize("field", ["ttft_target_ms", "tpot_target_ms"])
+@pytest.mark.parametrize("value", [0, 3_600_001, 2**32 - 1])
+async def test_a_latency_target_that_is_none_is_refused_by_field(lab: Lab, field: str, value: int) -> None:
+    await lab.worker()
+    failure = (await lab.ask("1234567", {field: value}, mode="grpc")).refused(400)
+    assert failure.param == field
+    assert failure.message.endswith(f"must be above 0 and at most 3600000 ms, got {value}")
+    await still_serves(lab, "grpc")
+
+
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_context_is_counted_with_the_answer(lab: Lab, mode: str) -> None:
     await lab.worker()

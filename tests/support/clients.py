@@ -646,8 +646,8 @@ def native(body: dict[str, Any]) -> router_pb2.GenerateRequest:
                 request.logprobs.top = value
             elif key == "response_format":
                 _guide(request, value)
-            elif key == "cache_salt":
-                request.cache_salt = value
+            elif key in ("cache_salt", "ttft_target_ms", "tpot_target_ms"):
+                setattr(request, key, value)
             elif key == "class":
                 request.__getattribute__("class")  # the field's name is a word of the language
             else:

@@ -118,6 +118,8 @@ async def test_every_option_reaches_the_router() -> None:
             lora="l",
             request_class="batch",
             deadline_s=60,
+            ttft_target_s=1.5,
+            tpot_target_s=0.07,
             bypass_cache=True,
             bypass_prefix_cache=True,
             session_id="s",
@@ -160,6 +162,8 @@ async def test_every_option_reaches_the_router() -> None:
         logprobs=types_pb2.LogprobOptions(enabled=True, top=2),
         lora="l",
         deadline_ms=60_000,
+        ttft_target_ms=1500,
+        tpot_target_ms=70,
         bypass_cache=True,
         bypass_prefix_cache=True,
         session_id="s",
@@ -182,6 +186,8 @@ def test_left_out_options_stay_absent() -> None:
     assert request.WhichOneof("prompt") == "ids"
     assert not request.HasField("sampling") or not request.sampling.ListFields()
     assert not request.stopping.HasField("max_tokens")
+    assert not request.HasField("ttft_target_ms")
+    assert not request.HasField("tpot_target_ms")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +202,8 @@ def test_left_out_options_stay_absent() -> None:
         ({"ids": [-1]}, None),
         ({"text": "a", "deadline_s": -1}, "at least 0"),
         ({"text": "a", "deadline_s": float("nan")}, "at least 0"),
+        ({"text": "a", "ttft_target_s": 0}, "ttft_target_s: expected seconds above 0"),
+        ({"text": "a", "tpot_target_s": float("inf")}, "tpot_target_s: expected seconds above 0"),
         ({"text": "a", "regex": "a", "json_object": True}, "not several"),
         ({"text": "a", "request_class": "urgent"}, None),
         ({"messages": [{"role": "user", "content": "a", "audio": 1}]}, r"messages\[0\]: unknown key 'audio'"),
@@ -216,6 +224,11 @@ def test_a_deadline_that_is_over_is_not_sent_as_none() -> None:
     assert module.generate_request({"text": "a", "deadline_s": 0.0001}).deadline_ms == 1
     assert module.generate_request({"text": "a", "deadline_s": 1e12}).deadline_ms == 2**32 - 1
     assert module.generate_request({"text": "a"}).deadline_ms == 0
+
+
+def test_a_target_is_sent_as_whole_milliseconds_and_never_as_0() -> None:
+    request = module.generate_request({"text": "a", "ttft_target_s": 1e12, "tpot_target_s": 0.0001})
+    assert (request.ttft_target_ms, request.tpot_target_ms) == (2**32 - 1, 1)
 
 
 async def test_breaking_out_of_the_loop_cancels_the_call() -> None:

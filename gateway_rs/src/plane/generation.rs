@@ -551,6 +551,9 @@ impl Part {
             avoid_instances: self.avoid.clone(),
             session_id: request.session_id.clone().unwrap_or_default(),
             epoch: self.epoch,
+            // A resumed answer has had its first token.
+            ttft_target_ms: request.ttft_target_ms.filter(|_| committed == 0),
+            tpot_target_ms: request.tpot_target_ms,
             ..Ask::default()
         }
     }

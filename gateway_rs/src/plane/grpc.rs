@@ -406,6 +406,8 @@ fn draft(asked: GenerateRequest) -> Result<Draft, ApiError> {
         Err(_) => return Err(ApiError::invalid("class", format!("{} is not a class", asked.class))),
     };
     draft.deadline = (asked.deadline_ms > 0).then(|| Duration::from_millis(asked.deadline_ms.into()));
+    draft.ttft_target_ms = asked.ttft_target_ms.map(f64::from);
+    draft.tpot_target_ms = asked.tpot_target_ms.map(f64::from);
     draft.bypass_cache = asked.bypass_cache;
     draft.bypass_prefix_cache = asked.bypass_prefix_cache;
     draft.session_id = asked.session_id;

@@ -36,12 +36,12 @@ use crate::{
         tokens::{detokenize_body, parse_detokenize, parse_tokenize, tokenize_body},
         write::AnswerKind,
     },
-    request::{deadline_from_text, Draft, Prompt},
+    request::{deadline_from_text, ms_from_text, Draft, Prompt, TPOT_HEADER, TTFT_HEADER},
 };
 
 type SharedPlane = State<Arc<Plane>>;
 
-/// Header names of ours. `traceparent` and `x-request-id` are everybody's.
+/// Header names of ours, with [`TTFT_HEADER`] and [`TPOT_HEADER`]. `traceparent` and `x-request-id` are everybody's.
 const DEADLINE: &str = "x-headrace-deadline-ms";
 const CLASS: &str = "x-headrace-class";
 const CACHE: &str = "x-headrace-cache";
@@ -240,6 +240,9 @@ async fn draft(plane: &Plane, kind: AnswerKind, headers: &HeaderMap, body: Bytes
         let asked = deadline_from_text(text, DEADLINE)?;
         draft.deadline = Some(draft.deadline.map_or(asked, |body| body.min(asked)));
     }
+    let target_ms = |name| asked(headers, name).map(|text| ms_from_text(text, name)).transpose();
+    draft.ttft_target_ms = target_ms(TTFT_HEADER)?;
+    draft.tpot_target_ms = target_ms(TPOT_HEADER)?;
     if let Some(text) = asked(headers, CLASS) {
         draft.class = parse_class(text, CLASS)?;
     }

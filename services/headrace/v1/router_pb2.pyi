@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "ids", "sampling", "stopping", "guided", "logprobs", "lora", "deadline_ms", "bypass_cache", "session_id", "bypass_prefix_cache", "cache_salt")
+    __slots__ = ("model", "text", "chat", "ids", "sampling", "stopping", "guided", "logprobs", "lora", "deadline_ms", "bypass_cache", "session_id", "bypass_prefix_cache", "cache_salt", "ttft_target_ms", "tpot_target_ms")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: Chat
@@ -38,7 +40,9 @@ class GenerateRequest(_message.Message):
     session_id: str
     bypass_prefix_cache: bool
     cache_salt: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., guided: _Optional[_Union[_types_pb2.Guided, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.LogprobOptions, _Mapping]] = ..., lora: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., bypass_cache: bool = ..., session_id: _Optional[str] = ..., bypass_prefix_cache: bool = ..., cache_salt: _Optional[str] = ..., **kwargs) -> None: ...
+    ttft_target_ms: int
+    tpot_target_ms: int
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., guided: _Optional[_Union[_types_pb2.Guided, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.LogprobOptions, _Mapping]] = ..., lora: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., bypass_cache: bool = ..., session_id: _Optional[str] = ..., bypass_prefix_cache: bool = ..., cache_salt: _Optional[str] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., **kwargs) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools_json", "no_generation_prompt", "template_kwargs_json")
