@@ -1,9 +1,10 @@
 """Prompts that begin alike: what the mesh computes of them, and what the index of who holds them costs.
 
-`mesh`: a real model on so many workers, and `headrace bench` with a common beginning, once for each way to place: the
-default, round robin, fewest requests, and the default with workers that keep nothing of prompts that have ended (those
-under way share all the same). Each way starts a mesh of its own. `prefilled` is what workers computed of the prompts
-(their own count), beside the least possible: the beginning once on each worker that took part, and each rest.
+`mesh`: a real model on so many workers, and `headrace bench` with common beginnings, once for each way: the default
+placement, round robin, fewest requests, and the default where no request reuses anything. Each way starts a mesh of its
+own. `prefilled` is what workers computed of the prompts (their own count), beside the least possible: each beginning
+once, one at least on each worker that took part, and each rest. Only whole blocks are shared, so of a beginning that
+does not end with a block the last tokens are computed for each request; the second ratio is to the least with those.
 
 `index`: 64 workers, prompts of 2,048 blocks of 16 tokens, an eighth of which is one of 32 beginnings; each is stored by
 one worker as events of 64 blocks; then prompts of 1k, 8k and 32k tokens are matched: held, held by half, or not held.
@@ -13,6 +14,7 @@ a process of its own.
 
     .venv/bin/python benchmarks/prefix_bench.py index --dynamo ~/.cache/headrace-peers/dyn/bin/python
     .venv/bin/python benchmarks/prefix_bench.py mesh
+    .venv/bin/python benchmarks/prefix_bench.py mesh --prefixes 8 --shared 512 --prompt-tokens 544
 """
 
 from __future__ import annotations
@@ -198,19 +200,23 @@ KINDS = ("full", "half", "miss")
 
 # --- the mesh --------------------------------------------------------------------------------------------------------
 
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "default": ({}, {}),
-    "round_robin": ({"placement": "round_robin", "credits": "false"}, {}),
-    "least_requests": ({"placement": "least_requests", "credits": "false"}, {}),
-    "nothing_kept": ({}, {"prefix_cache": "false"}),
+#: Settings of the scheduler, and options of the load.
+WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "default": ({}, []),
+    "round_robin": ({"placement": "round_robin", "credits": "false"}, []),
+    "least_requests": ({"placement": "least_requests", "credits": "false"}, []),
+    "no_reuse": ({}, ["--no-prefix-reuse"]),
 }
+SEED = 1
 
 
 def measure_way(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from mesh import Mesh
 
-    scheduler, worker = WAYS[name]
-    requests = arguments.requests if name != "nothing_kept" else arguments.requests_without
+    from headrace.bench import Prompts
+
+    scheduler, options = WAYS[name]
+    requests = arguments.requests if name != "no_reuse" else arguments.requests_without
     with Mesh() as mesh:
         mesh.core(scheduler=scheduler)
         for number in range(arguments.workers):
@@ -225,7 +231,6 @@ def measure_way(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 threads=1,
                 slots=8,
                 kv_tokens=arguments.kv_tokens,
-                **worker,
             )
         before = totals(mesh)
         command = [
@@ -241,21 +246,30 @@ def measure_way(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         ]
         command += ["--requests", str(requests), "--concurrency", str(arguments.concurrency), "--warmup", "0"]
         command += ["--prompt-tokens", str(arguments.prompt_tokens), "--shared-prefix", str(arguments.shared)]
-        command += ["--output-tokens", str(arguments.output_tokens), "--temperature", "0", "--seed", "1"]
+        command += ["--shared-prefixes", str(arguments.prefixes), *options]
+        command += ["--output-tokens", str(arguments.output_tokens), "--temperature", "0", "--seed", str(SEED)]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ)
         said = json.loads(done.stdout)
         after = totals(mesh)
     prompt, cached = ({name: after[name][at] - before.get(name, (0, 0))[at] for name in after} for at in (0, 1))
     used = sum(1 for tokens in prompt.values() if tokens)
     computed = sum(prompt.values()) - sum(cached.values())
-    least = used * arguments.shared + sum(prompt.values()) - requests * arguments.shared
+    prompts = Prompts(SEED, arguments.prompt_tokens, arguments.shared, prefixes=arguments.prefixes)
+    # Requests are numbered from 1.
+    drawn = len({prompts.prefix(number + 1) for number in range(requests)})
+    once = max(used, drawn)
+    least = sum(prompt.values()) - (requests - once) * arguments.shared
+    by_blocks = least + (requests - once) * (arguments.shared % BLOCK_TOKENS)
     return {
         "way": name,
         "requests": requests,
         "workers_used": used,
+        "prefixes": drawn,
+        "prompt_tokens": sum(prompt.values()),
         "prefilled_tokens": computed,
         "least_possible": least,
         "ratio": computed / least,
+        "ratio_by_blocks": computed / by_blocks,
         "ttft_s": said["ttft_s"],
         "wall_s": said.get("duration_s"),
     }
@@ -292,9 +306,10 @@ def mesh_part(arguments: argparse.Namespace) -> None:
     for row in rows:
         ttft = row["ttft_s"]
         print(
-            f"{row['way']:15s} {row['requests']} requests on {row['workers_used']} workers: prefilled "
-            f"{row['prefilled_tokens']} = {row['ratio']:.2f} x the least possible; TTFT p50 {ttft['p50']:.3f} s, "
-            f"p99 {ttft['p99']:.3f} s",
+            f"{row['way']:15s} {row['requests']} requests, {row['prefixes']} beginnings, {row['workers_used']} "
+            f"workers: prefilled {row['prefilled_tokens']} of {row['prompt_tokens']} = {row['ratio']:.2f} x the least "
+            f"possible, {row['ratio_by_blocks']:.2f} x that of whole blocks; TTFT p50 {ttft['p50']:.3f} s, p99 "
+            f"{ttft['p99']:.3f} s",
             flush=True,
         )
 
@@ -316,10 +331,11 @@ def main() -> None:
     mesh.add_argument("--workers", type=int, default=2)
     mesh.add_argument("--requests", type=int, default=64)
     mesh.add_argument(
-        "--requests-without", type=int, default=64, help="of the way that keeps nothing, which takes long"
+        "--requests-without", type=int, default=64, help="of the way that reuses nothing, which takes long"
     )
     mesh.add_argument("--concurrency", type=int, default=8)
     mesh.add_argument("--shared", type=int, default=1500)
+    mesh.add_argument("--prefixes", type=int, default=1, help="different beginnings")
     mesh.add_argument("--prompt-tokens", type=int, default=1550)
     mesh.add_argument("--output-tokens", type=int, default=8)
     mesh.add_argument("--kv-tokens", type=int, default=32768)
