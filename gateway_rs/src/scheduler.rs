@@ -605,10 +605,15 @@ impl<'a> Step<'a> {
                     proto::join_response::Command::Welcome(proto::JoinWelcome { heartbeat_ms }),
                 );
             }
-            Action::SetChunk { link, chunk_tokens } => {
+            Action::SetChunk {
+                link,
+                chunk_tokens,
+                pair_tokens,
+            } => {
                 let limits = proto::SetLimits {
                     chunk_tokens: Some(chunk_tokens),
                     slots: None,
+                    pair_tokens: pair_tokens as f32,
                 };
                 self.command(link, proto::join_response::Command::SetLimits(limits));
             }

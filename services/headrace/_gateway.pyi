@@ -22,6 +22,8 @@ __all__ = [
     "Tokenizer",
     "Workload",
     "block_hashes",
+    "chunk_weight",
+    "chunk_within",
     "cost_tables",
     "placement_policies",
     "simulate",
@@ -375,6 +377,12 @@ class Outcome:
         """A value of each request, in the workload's order; NaN where it has none. Raises ValueError."""
 
     def __len__(self) -> int: ...
+
+def chunk_weight(tokens: int, computed: int, pair_tokens: float) -> float:
+    """What a part of a prompt behind ``computed`` tokens takes, in prompt tokens without attention."""
+
+def chunk_within(weight: float, computed: int, pair_tokens: float) -> int:
+    """The largest part behind ``computed`` tokens that takes no more than that."""
 
 def cost_tables() -> str:
     """The built-in cost tables, as a JSON array."""

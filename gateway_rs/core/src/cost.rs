@@ -45,6 +45,22 @@ fn pairs(tokens: u32, cached: u32) -> f64 {
     f64::from(tokens) * (f64::from(cached) + f64::from(tokens) / 2.0)
 }
 
+/// What a chunk takes, in prompt tokens without attention, each pair of tokens counting `pair_tokens` of them.
+#[must_use]
+pub fn chunk_weight(tokens: u32, computed: u32, pair_tokens: f64) -> f64 {
+    f64::from(tokens) + pair_tokens * pairs(tokens, computed)
+}
+
+/// The largest chunk behind `computed` tokens whose [`chunk_weight`] is within `weight`.
+#[must_use]
+pub fn chunk_within(weight: f64, computed: u32, pair_tokens: f64) -> u32 {
+    // c (1 + p k) + p c^2 / 2 = w, solved in the form that p = 0 does not break.
+    let linear = 1.0 + pair_tokens * f64::from(computed);
+    let tokens = 2.0 * weight.max(0.0) / (linear + (linear * linear + 2.0 * pair_tokens * weight.max(0.0)).sqrt());
+    // A hair more, so that the weight of a whole number gives that number.
+    (tokens + 1e-6) as u32
+}
+
 /// A table that can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
@@ -367,6 +383,22 @@ impl CostModel {
         best
     }
 
+    /// How many prompt tokens take as long as one pair of tokens in attention; 0 when that is not known.
+    #[must_use]
+    pub fn pair_tokens(&self) -> f64 {
+        let (token_ms, pair_ms) = match &self.table {
+            Some(table) => (table.prompt_token_ms(), table.attention_pair_ms),
+            None => (1.0, 1e-3),
+        };
+        let (token_ms, pair_ms) = (self.coefficients[2] * token_ms, self.coefficients[3] * pair_ms);
+        let pair_tokens = pair_ms / token_ms;
+        if pair_tokens.is_finite() {
+            pair_tokens.clamp(0.0, 1.0)
+        } else {
+            0.0
+        }
+    }
+
     /// Learns from a step that the worker reports. A time that can't be one is not looked at.
     pub fn observe(&mut self, shape: &Shape, measured_ms: f64) {
         if !measured_ms.is_finite() || measured_ms <= 0.0 || shape.decodes + shape.chunk_tokens == 0 {
@@ -503,6 +535,26 @@ mod tests {
             let json = format!(r#"{{"name":"x","gpu":"","model":"","tensor_parallel":1,"source":"",{bad}}}"#);
             assert!(CostTable::parse(&json).is_err(), "{json}");
         }
+    }
+
+    #[test]
+    fn a_chunk_farther_in_is_as_much_shorter_as_its_attention_takes() {
+        let mut rng = rand::rngs::StdRng::seed_from_u64(7);
+        for _ in 0..2000 {
+            let (tokens, computed) = (rng.random_range(1..9000), rng.random_range(0..200_000));
+            let pair_tokens = [0.0, 1e-9, 1e-5, 1e-3, 0.5][rng.random_range(0..5)];
+            let weight = chunk_weight(tokens, computed, pair_tokens);
+            assert_eq!(
+                chunk_within(weight, computed, pair_tokens),
+                tokens,
+                "{computed} {pair_tokens}"
+            );
+            assert!(chunk_within(weight, computed + 1000, pair_tokens) <= tokens);
+            let other = chunk_within(weight * 0.7, computed, pair_tokens);
+            assert!(chunk_weight(other, computed, pair_tokens) <= weight * 0.7 + 1e-3);
+            assert!(chunk_weight(other + 1, computed, pair_tokens) > weight * 0.7 - 1e-3);
+        }
+        assert_eq!(chunk_within(-1.0, 5, 0.1), 0);
     }
 
     #[test]

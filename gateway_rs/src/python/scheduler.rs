@@ -2,6 +2,7 @@
 //! [`crate::scheduler`]'s; the interpreter lock is released while it runs.
 
 use headrace_core::{
+    cost,
     index::Limits,
     scheduler::{events::Link, Policy},
 };
@@ -16,7 +17,21 @@ use crate::scheduler::{self, Effects, Span, Status};
 
 /// Adds this file's part to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(chunk_weight, module)?)?;
+    module.add_function(wrap_pyfunction!(chunk_within, module)?)?;
     module.add_class::<Scheduler>()
+}
+
+/// What a part of a prompt behind `computed` tokens takes, in prompt tokens without attention.
+#[pyfunction]
+fn chunk_weight(tokens: u32, computed: u32, pair_tokens: f64) -> f64 {
+    cost::chunk_weight(tokens, computed, pair_tokens)
+}
+
+/// The largest part behind `computed` tokens that takes no more than that.
+#[pyfunction]
+fn chunk_within(weight: f64, computed: u32, pair_tokens: f64) -> u32 {
+    cost::chunk_within(weight, computed, pair_tokens)
 }
 
 /// The scheduler behind its wire messages.

@@ -300,12 +300,14 @@ class Resume(_message.Message):
     def __init__(self, lease: _Optional[int] = ...) -> None: ...
 
 class SetLimits(_message.Message):
-    __slots__ = ("chunk_tokens", "slots")
+    __slots__ = ("chunk_tokens", "slots", "pair_tokens")
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PAIR_TOKENS_FIELD_NUMBER: _ClassVar[int]
     chunk_tokens: int
     slots: int
-    def __init__(self, chunk_tokens: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
+    pair_tokens: float
+    def __init__(self, chunk_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., pair_tokens: _Optional[float] = ...) -> None: ...
 
 class GetFleetRequest(_message.Message):
     __slots__ = ()

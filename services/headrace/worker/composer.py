@@ -9,9 +9,10 @@ A core without clock, threads or engine. Its driver (``loop.py``, and tests) goe
 
 and may call ``submit`` and ``cancel`` at any point between, ``put_aside`` and ``go_on`` between steps. The rules:
 
-- Every sequence that decodes is in every step; beside them at most ``chunk_tokens`` of prompts are computed, first come
-  first served, so that no running stream waits longer than such a step; ``idle_chunk_tokens`` while nothing decodes, or
-  more wait for their first token than decode. New sequences join at the next step, finished ones leave at once.
+- Every sequence that decodes is in every step; beside them at most ``chunk_tokens`` of prompts are computed (fewer far
+  into a prompt, where attention takes its part), first come first served, so that no running stream waits longer than
+  such a step; ``idle_chunk_tokens`` while nothing decodes, or more wait for their first token than decode. New
+  sequences join at the next step, finished ones leave at once.
 - KV comes from ``kv.py`` with its hard bound. Blocks for a prompt are taken on admission, blocks for the answer when
   they are needed. When there are none left, what is only held for reuse goes first; then the youngest sequence is put
   back into the queue and will be computed again. The oldest can therefore always go on, and nothing deadlocks; what
@@ -33,6 +34,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace._gateway import chunk_weight, chunk_within
 from headrace.errors import error
 from headrace.v1 import types_pb2, worker_pb2
 from headrace.worker.drafts import Lookup, Speculation
@@ -230,6 +232,8 @@ class Composer:
         self.limits = limits
         self.slots = limits.slots
         self.chunk_tokens = limits.chunk_tokens
+        #: How many prompt tokens take as long as one pair of tokens in attention, as the scheduler has learned.
+        self.pair_tokens = 0.0
         self.kv = KvAccounts(
             limits.kv_blocks,
             limits.block_tokens,
@@ -522,38 +526,39 @@ class Composer:
 
     # --- inside: choosing --------------------------------------------------------------------------------------------
 
-    def _budget(self, decoding: int, beginning: int) -> int:
-        """Prompt tokens of the next step: as few as running streams are owed, unless more requests wait for their first
-        token than would be held up (a burst then takes fewer steps, and all of it is done sooner)."""
+    def _budget(self, decoding: int, beginning: int) -> float:
+        """What of prompts the next step may take, in tokens without attention: as little as running streams are owed,
+        unless more requests wait for their first token than would be held up (a burst then takes fewer steps, and all
+        of it is done sooner)."""
         beginning += min(len(self._waiting), self.slots - self._seated)
         asked_for_less = self.chunk_tokens < self.limits.chunk_tokens
         if decoding and (asked_for_less or beginning <= decoding):
-            return self.chunk_tokens
-        return max(self.chunk_tokens, self.limits.idle_chunk_tokens)
+            return chunk_weight(self.chunk_tokens, 0, self.pair_tokens)
+        return chunk_weight(max(self.chunk_tokens, self.limits.idle_chunk_tokens), 0, self.pair_tokens)
 
-    def _chunks(self, budget: int, output: int, rows: list[Sequence], outputs: list[int], now: float) -> list[Chunk]:
+    def _chunks(self, budget: float, output: int, rows: list[Sequence], outputs: list[int], now: float) -> list[Chunk]:
         """Parts of prompts for this step: those begun first, then those that wait."""
         chunks: list[Chunk] = []
         # A copy: a fork takes its place among the running, and its prompt is not to be computed.
         for sequence in list(self._running):
-            if budget <= 0:
+            if budget < 1:
                 return chunks
             if sequence.lane is not None and not sequence.prefilled:
                 budget, output = self._chunk(sequence, budget, output, chunks, rows, outputs, now)
-        while budget > 0 and (newcomer := self._admit(now)) is not None:
+        while budget >= 1 and (newcomer := self._admit(now)) is not None:
             budget, output = self._chunk(newcomer, budget, output, chunks, rows, outputs, now)
         return chunks
 
     def _chunk(
         self,
         sequence: Sequence,
-        budget: int,
+        budget: float,
         output: int,
         chunks: list[Chunk],
         rows: list[Sequence],
         outputs: list[int],
         now: float,
-    ) -> tuple[int, int]:
+    ) -> tuple[float, int]:
         lane, state = sequence.lane, sequence.state
         assert lane is not None
         all_logits = state.request.logprobs.prompt and not state.announced and sequence.choice == 0
@@ -561,7 +566,11 @@ class Composer:
             there = self.kv.advance(lane, sequence.ids, sequence.computed)
             self._count_cached(sequence, there - sequence.computed)
             sequence.computed = there
-        count = min(budget, len(sequence.ids) - sequence.computed)
+        # One at least: prefill never stands still. The engine's batch bounds all of them, however little they take.
+        count = max(1, chunk_within(budget, sequence.computed, self.pair_tokens))
+        room = max(self.chunk_tokens, self.limits.idle_chunk_tokens) - sum(other.count for other in chunks)
+        count = min(count, len(sequence.ids) - sequence.computed, room)
+        budget -= chunk_weight(count, sequence.computed, self.pair_tokens)
         last = sequence.computed + count == len(sequence.ids)
         chunk = Chunk(sequence, lane, sequence.computed, count, last, all_logits)
         chunks.append(chunk)
@@ -571,7 +580,7 @@ class Composer:
             drawers = [sequence, *(twin for twin, _ in chunk.forks)]
             rows.extend(drawers)
             outputs.extend([output + (count - 1 if all_logits else 0)] * len(drawers))
-        return budget - count, output + (count if all_logits else int(last))
+        return budget if count < room else 0.0, output + (count if all_logits else int(last))
 
     def _admit(self, now: float) -> Sequence | None:
         """The first of those waiting, when there is a slot and room for its ids."""

@@ -78,6 +78,7 @@ class _Cancel:
 class _SetLimits:
     chunk_tokens: int | None
     slots: int | None
+    pair_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +195,9 @@ class BatchLoop:
         """See ``Engine.go_on``."""
         self._post(_GoOn(key))
 
-    def set_limits(self, chunk_tokens: int | None, slots: int | None) -> None:
+    def set_limits(self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0) -> None:
         """See ``Engine.set_limits``."""
-        self._post(_SetLimits(chunk_tokens, slots))
+        self._post(_SetLimits(chunk_tokens, slots, pair_tokens))
 
     def load(self) -> worker_pb2.Load:
         """See ``Engine.load``."""
@@ -265,6 +266,7 @@ class BatchLoop:
                 limits = composer.limits
                 if command.chunk_tokens:
                     composer.chunk_tokens = min(command.chunk_tokens, limits.idle_chunk_tokens)
+                    composer.pair_tokens = command.pair_tokens
                 if command.slots:
                     composer.slots = min(command.slots, limits.slots)
 

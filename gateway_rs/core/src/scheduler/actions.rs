@@ -84,12 +84,14 @@ pub enum Action {
         /// The worker's.
         worker: Link,
     },
-    /// Let the worker compute so many prompt tokens in one step beside decoding.
+    /// Let the worker compute so many prompt tokens in one step beside decoding; behind others, as many as take as long.
     SetChunk {
         /// The worker's stream.
         link: Link,
         /// Tokens.
         chunk_tokens: u32,
+        /// How many of them take as long as one pair of tokens in attention.
+        pair_tokens: f64,
     },
     /// Let the worker put that request aside, freeing its slot and KV, until it is resumed. It keeps its lease and what it
     /// has said. A worker that has already ended it does nothing.

@@ -169,6 +169,11 @@ impl Kinds {
             .then(|| model.chunk_tokens(step, 0, target_ms / pace.times(), floor, most))
     }
 
+    /// How many prompt tokens take as long as one pair of tokens in attention.
+    pub fn pair_tokens(&self, kind: KindId) -> f64 {
+        self.kinds[kind].model.pair_tokens()
+    }
+
     /// Whether a decision may rest on predictions for that kind.
     pub fn trusted(&self, kind: KindId) -> bool {
         self.kinds[kind].model.trusted()

@@ -322,6 +322,7 @@ impl Core {
             self.actions.push(Action::SetChunk {
                 link,
                 chunk_tokens: chunk,
+                pair_tokens: kinds.pair_tokens(worker.kind),
             });
         }
     }

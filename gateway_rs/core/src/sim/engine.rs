@@ -10,7 +10,7 @@ use std::collections::{BTreeSet, BinaryHeap};
 use std::sync::Arc;
 
 use super::kv::Kv;
-use crate::cost::{CostModel, CostTable, Shape};
+use crate::cost::{chunk_weight, chunk_within, CostModel, CostTable, Shape};
 use crate::scheduler::events::StepReport;
 
 /// How many prompt tokens a step may compute.
@@ -206,6 +206,8 @@ pub struct Engine {
     config: EngineConfig,
     cost: CostModel,
     chunk_tokens: u32,
+    /// How many prompt tokens take as long as one pair of tokens in attention, as the scheduler says.
+    pair_tokens: f64,
     kv: Kv,
     seqs: Vec<Option<Seq>>,
     free: Vec<u32>,
@@ -233,6 +235,7 @@ impl Engine {
         Self {
             cost: CostModel::new(Some(Arc::clone(&config.table))),
             chunk_tokens: CHUNK_FLOOR * 4,
+            pair_tokens: 0.0,
             kv: Kv::new(blocks.max(1) as usize, config.host_blocks as usize),
             seqs: Vec::new(),
             free: Vec::new(),
@@ -305,8 +308,9 @@ impl Engine {
     }
 
     /// What the scheduler says of chunks.
-    pub fn set_chunk(&mut self, tokens: u32) {
+    pub fn set_chunk(&mut self, tokens: u32, pair_tokens: f64) {
         self.chunk_tokens = tokens.max(1);
+        self.pair_tokens = pair_tokens;
     }
 
     /// Takes a request.
@@ -711,7 +715,11 @@ impl Engine {
     fn room(&self, shape: &Shape, computed: u32) -> u32 {
         match self.config.chunk {
             Chunk::Fixed(tokens) => tokens.saturating_sub(shape.decodes + shape.chunk_tokens),
-            Chunk::Scheduler => self.chunk_tokens.saturating_sub(shape.chunk_tokens),
+            Chunk::Scheduler => {
+                let begun = f64::from(shape.chunk_tokens) + self.pair_tokens * shape.chunk_pairs;
+                let weight = chunk_weight(self.chunk_tokens, 0, self.pair_tokens) - begun;
+                chunk_within(weight, computed, self.pair_tokens)
+            }
             Chunk::Dynamic => {
                 let target_ms = STEP_SHARE * self.config.tpot_target_s * 1000.0 / self.config.slowdown;
                 let floor = CHUNK_FLOOR.saturating_sub(shape.chunk_tokens);

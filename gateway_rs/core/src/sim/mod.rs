@@ -510,9 +510,15 @@ impl<'a> Run<'a> {
                 self.submit(number, worker, said);
             }
             Action::Refused(refusal) => self.end(refusal.ask as u32, Fate::Rejected),
-            Action::SetChunk { link, chunk_tokens } => {
+            Action::SetChunk {
+                link,
+                chunk_tokens,
+                pair_tokens,
+            } => {
                 if let Some(&worker) = self.by_link.get(&link) {
-                    self.workers[worker as usize].engine.set_chunk(chunk_tokens);
+                    self.workers[worker as usize]
+                        .engine
+                        .set_chunk(chunk_tokens, pair_tokens);
                 }
             }
             Action::Welcomed { link, heartbeat_ms } => self.expect_heartbeats(link, heartbeat_ms),
