@@ -234,6 +234,8 @@ class World:
         crowded = chunk_bound >= self.limits.chunk_tokens and len(step.decodes) < self.without_prompt()
         if crowded or not step.decodes:
             chunk_bound = max(chunk_bound, self.limits.idle_chunk_tokens)
+        # Several short beginnings have less of attention than one part of that length: more tokens take as long.
+        chunk_bound = min(chunk_bound + self.composer.pair_tokens * chunk_bound**2 / 2, self.limits.idle_chunk_tokens)
         assert sum(chunk.count for chunk in step.chunks) == step.prefill_tokens <= chunk_bound
         assert all(0 < len(draft) <= self.limits.draft_tokens for draft in step.drafts.values())
         assert all(chunk.count > 0 for chunk in step.chunks), "at least one id of each chunk is computed"
