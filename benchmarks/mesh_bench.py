@@ -38,6 +38,7 @@ from relay_bench import english
 from headrace import models
 from headrace._gateway import Tokenizer
 from headrace.config import WorkerConfig, split_address
+from headrace.process import ask_for_huge_pages
 from headrace.sse import Connection, EventParser
 
 MODEL = "smollm2-135m"
@@ -313,6 +314,8 @@ def main() -> None:
     parser.add_argument("--be-the-loop", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.be_the_loop:
+        # As the worker does, so that both run on the same pages.
+        ask_for_huge_pages()
         be_the_loop(arguments)
         return
     if arguments.llama_server and not Path(arguments.llama_server).is_file():

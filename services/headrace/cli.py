@@ -201,6 +201,10 @@ def cache(config: ConfigFile = None, overrides: Overrides = None) -> None:
 @app.command()
 def worker(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run a worker: one engine and its batch."""
+    from headrace.process import ask_for_huge_pages
+
+    if _load(config, overrides).worker.engine == "llama_cpp":
+        ask_for_huge_pages()
     _serve("worker", config, overrides)
 
 
