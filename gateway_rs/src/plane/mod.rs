@@ -10,6 +10,7 @@
 pub mod answer;
 pub mod compute;
 pub mod config;
+mod files;
 pub mod generation;
 pub mod grpc;
 pub mod http;

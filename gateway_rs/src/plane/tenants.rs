@@ -11,21 +11,20 @@ use std::{
     fs,
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, SystemTime},
 };
 
 use parking_lot::RwLock;
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
-use super::{log, unix_s};
+use super::{
+    files::{mark, Mark, LOOK_EVERY},
+    log, unix_s,
+};
 use crate::{
     error::{ApiError, ErrorCode},
     request::Class,
 };
-
-/// How often the file is looked at.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// The form of the file that this router understands.
 const VERSION: u32 = 1;
@@ -86,7 +85,7 @@ pub struct Tenants {
 
 #[derive(Debug, Default)]
 struct Known {
-    mark: Option<(u64, u64, SystemTime)>,
+    mark: Mark,
     by_key: HashMap<[u8; 32], Holder>,
 }
 
@@ -189,13 +188,6 @@ struct Key {
     sha256: String,
     #[serde(default)]
     expires_s: Option<u64>,
-}
-
-/// Tells one state of the file from another without reading it.
-fn mark(file: &Path) -> Option<(u64, u64, SystemTime)> {
-    use std::os::unix::fs::MetadataExt as _;
-    let found = fs::metadata(file).ok()?;
-    Some((found.ino(), found.len(), found.modified().ok()?))
 }
 
 fn read(path: &Path) -> Result<Known, String> {

@@ -13,7 +13,7 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use hyper_util::rt::TokioIo;
@@ -36,10 +36,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
-use super::{config::TlsConfig, log, server::prompt};
-
-/// How often the files are looked at.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+use super::{
+    config::TlsConfig,
+    files::{mark, Mark, LOOK_EVERY},
+    log,
+    server::prompt,
+};
 
 /// How often failed handshakes are told of.
 const TELL_EVERY: Duration = Duration::from_secs(60);
@@ -61,17 +63,9 @@ pub struct Files {
     pub authority: PathBuf,
 }
 
-/// Tells one state of a file from another without reading it: which file it is, its length and its last change.
-type Mark = Option<(u64, u64, SystemTime)>;
-
 impl Files {
     fn marks(&self) -> [Mark; 3] {
-        use std::os::unix::fs::MetadataExt as _;
-        // Through links: a mounted secret changes by its folder's link.
-        [&self.certificate, &self.key, &self.authority].map(|path| {
-            let found = fs::metadata(path).ok()?;
-            Some((found.ino(), found.len(), found.modified().ok()?))
-        })
+        [&self.certificate, &self.key, &self.authority].map(|path| mark(path))
     }
 }
 
