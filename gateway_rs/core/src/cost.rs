@@ -336,11 +336,17 @@ impl CostModel {
     /// Not a wait: a short prompt alone takes a whole step ([`Self::first_token_ms`]).
     #[must_use]
     pub fn prefill_ms(&self, new: u32, cached: u32) -> f64 {
+        let (token_ms, pair_ms) = self.prompt_ms();
+        token_ms * f64::from(new) + pair_ms * pairs(new, cached)
+    }
+
+    /// What a prompt's token takes without attention, and what a pair of tokens in attention.
+    fn prompt_ms(&self) -> (f64, f64) {
         let (token_ms, pair_ms) = match &self.table {
             Some(table) => (table.prompt_token_ms(), table.attention_pair_ms),
             None => (1.0, 1e-3),
         };
-        self.coefficients[2] * token_ms * f64::from(new) + self.coefficients[3] * pair_ms * pairs(new, cached)
+        (self.coefficients[2] * token_ms, self.coefficients[3] * pair_ms)
     }
 
     /// How soon the first token of such a prompt comes from a worker that does nothing else.
@@ -386,11 +392,7 @@ impl CostModel {
     /// How many prompt tokens take as long as one pair of tokens in attention; 0 when that is not known.
     #[must_use]
     pub fn pair_tokens(&self) -> f64 {
-        let (token_ms, pair_ms) = match &self.table {
-            Some(table) => (table.prompt_token_ms(), table.attention_pair_ms),
-            None => (1.0, 1e-3),
-        };
-        let (token_ms, pair_ms) = (self.coefficients[2] * token_ms, self.coefficients[3] * pair_ms);
+        let (token_ms, pair_ms) = self.prompt_ms();
         let pair_tokens = pair_ms / token_ms;
         if pair_tokens.is_finite() {
             pair_tokens.clamp(0.0, 1.0)
