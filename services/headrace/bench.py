@@ -21,7 +21,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import os
 import random
 import urllib.parse
 from array import array
@@ -32,7 +31,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from headrace.client import API_KEY_VARIABLE, Client, ClientError, GenerateOptions, error_of, generate_request
+from headrace.client import Client, ClientError, GenerateOptions, bearer, error_of, generate_request
 from headrace.config import split_address
 from headrace.errors import ConfigError, HeadraceError
 from headrace.serving import CHANNEL_OPTIONS, channel
@@ -259,8 +258,8 @@ class HttpTarget:
         self._tls = tls
         self._context = tls.ssl_context() if tls is not None else None
         self._model = plan.model
-        key = os.environ.get(API_KEY_VARIABLE, "")
-        self._headers = (f"Authorization: Bearer {key}",) if key else ()
+        authorization = bearer()
+        self._headers = (f"Authorization: {authorization}",) if authorization else ()
         #: Connections between requests. Never more than requests were open at once.
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()

@@ -163,11 +163,10 @@ def up(
         view.close()
 
 
-def _serve(service: str, path: Path | None, overrides: list[str] | None) -> None:
+def _serve(service: str, effective: Config) -> None:
     """Run a service until it has drained."""
     from headrace.errors import HeadraceError
 
-    effective = _load(path, overrides)
     try:
         run = importlib.import_module(f"headrace.{service}.service").run
     except ImportError as error:
@@ -183,19 +182,19 @@ def _serve(service: str, path: Path | None, overrides: list[str] | None) -> None
 @app.command()
 def router(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run the router: clients come in here."""
-    _serve("router", config, overrides)
+    _serve("router", _load(config, overrides))
 
 
 @app.command()
 def scheduler(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run the scheduler: who runs it, and when?"""
-    _serve("scheduler", config, overrides)
+    _serve("scheduler", _load(config, overrides))
 
 
 @app.command()
 def cache(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run the cache: what do we already have?"""
-    _serve("cache", config, overrides)
+    _serve("cache", _load(config, overrides))
 
 
 @app.command()
@@ -203,9 +202,10 @@ def worker(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run a worker: one engine and its batch."""
     from headrace.process import ask_for_huge_pages
 
-    if _load(config, overrides).worker.engine == "llama_cpp":
+    effective = _load(config, overrides)
+    if effective.worker.engine == "llama_cpp":
         ask_for_huge_pages()
-    _serve("worker", config, overrides)
+    _serve("worker", effective)
 
 
 @app.command()

@@ -348,6 +348,12 @@ class Generation:
             self._call.cancel()
 
 
+def bearer(api_key: str | None = None) -> str:
+    """What says who asks: the key given, or else the environment's HEADRACE_API_KEY; empty when there is none."""
+    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    return f"Bearer {key}" if key else ""
+
+
 def grpc_target(target: str, tls: ClientTls | None) -> tuple[str, ClientTls | None]:
     """host:port, and how to speak TLS there: the target's scheme decides, and without one whether ``tls`` is given."""
     scheme, separator, address = target.partition("://")
@@ -381,9 +387,9 @@ class Client:
         self._channel = channel if channel is not None else open_channel(self.target, tls)
         #: The generated stub, for callers that count every microsecond.
         self.stub: Any = router_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+        authorization = bearer(api_key)
         #: What says who asks, with each call.
-        self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {key}"),) if key else ()
+        self.metadata: tuple[tuple[str, str], ...] = (("authorization", authorization),) if authorization else ()
         self._default_model = ""
 
     async def __aenter__(self) -> Self:

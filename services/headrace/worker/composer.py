@@ -532,9 +532,12 @@ class Composer:
         of it is done sooner)."""
         beginning += min(len(self._waiting), self.slots - self._seated)
         asked_for_less = self.chunk_tokens < self.limits.chunk_tokens
-        if decoding and (asked_for_less or beginning <= decoding):
-            return chunk_weight(self.chunk_tokens, 0, self.pair_tokens)
-        return chunk_weight(max(self.chunk_tokens, self.limits.idle_chunk_tokens), 0, self.pair_tokens)
+        owed = decoding and (asked_for_less or beginning <= decoding)
+        return chunk_weight(self.chunk_tokens if owed else self._most_tokens(), 0, self.pair_tokens)
+
+    def _most_tokens(self) -> int:
+        """Prompt tokens that a step may hold at most."""
+        return max(self.chunk_tokens, self.limits.idle_chunk_tokens)
 
     def _chunks(self, budget: float, output: int, rows: list[Sequence], outputs: list[int], now: float) -> list[Chunk]:
         """Parts of prompts for this step: those begun first, then those that wait."""
@@ -568,7 +571,7 @@ class Composer:
             sequence.computed = there
         # One at least: prefill never stands still. The engine's batch bounds all of them, however little they take.
         count = max(1, chunk_within(budget, sequence.computed, self.pair_tokens))
-        room = max(self.chunk_tokens, self.limits.idle_chunk_tokens) - sum(other.count for other in chunks)
+        room = self._most_tokens() - sum(other.count for other in chunks)
         count = min(count, len(sequence.ids) - sequence.computed, room)
         budget -= chunk_weight(count, sequence.computed, self.pair_tokens)
         last = sequence.computed + count == len(sequence.ids)
