@@ -554,6 +554,7 @@ impl<'a> Step<'a> {
                     block_tokens: worker.hello.description.block_tokens,
                 }),
                 gone: false,
+                ask_from_tokens: 0,
             },
         );
     }
@@ -661,6 +662,7 @@ impl<'a> Step<'a> {
             token_allowance: grant.token_allowance,
             queue_s: grant.queue_s as f32,
             reason: Some(grant.why.into()),
+            prefill: None,
         };
         self.answer(link, ask, proto::placement::Answer::Grant(answer));
     }
@@ -968,7 +970,7 @@ mod tests {
                     slots,
                     ..proto::ModelDescription::default()
                 }),
-                startup_s: 0.0,
+                ..proto::JoinHello::default()
             }),
             load: Some(proto::Load {
                 state: proto::WorkerState::Ready as i32,

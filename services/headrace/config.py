@@ -280,6 +280,21 @@ class WorkerConfig:
         minimum=0,
         maximum=1 << 20,
     )
+    role: str = setting(
+        # What it is for, not what it can.
+        "both",
+        "what it is for: prefill = computes prompts for others, decode = answers, both",
+        choices=("both", "prefill", "decode"),
+    )
+    handoff_mib: int = setting(
+        512, "MiB of memory for KV that is computed here and fetched by other workers", minimum=0, maximum=1 << 20
+    )
+    handoff_keep_s: float = setting(30.0, "how long such KV is kept for whoever is to fetch it", minimum=0.1)
+    handoff_timeout_s: float = setting(
+        10.0,
+        "time for the rest of a prompt's KV to come, once it is computed; then the rest is computed here",
+        minimum=0.1,
+    )
     engine_address: str = setting(
         "",
         "trtllm_grpc engine: where it serves trtllm.TrtllmService (trtllm-serve --grpc)",

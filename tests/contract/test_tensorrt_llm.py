@@ -545,7 +545,9 @@ async def test_the_wire_of_a_hand_over() -> None:
         async with serving.channel(server.address) as channel:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
 
-            async def ask(number: int, handoff: worker_pb2.KvHandoff, seeds: int = 1) -> list[worker_pb2.TokenDelta]:
+            async def ask(
+                number: int, handoff: worker_pb2.KvHandoff, seeds: int = 1, first: list[int] | None = None
+            ) -> list[worker_pb2.TokenDelta]:
                 message = worker_pb2.RunRequest()
                 if number == 1:
                     message.hello.router_id = "r"
@@ -557,6 +559,8 @@ async def test_the_wire_of_a_hand_over() -> None:
                     stopping=types_pb2.Stopping(max_tokens=4, ignore_eos=True),
                     handoff=handoff,
                 )
+                if first is not None:
+                    message.proceeds.add(request=number, epoch=1, ids=first)
                 await call.write(message)
                 found: list[worker_pb2.TokenDelta] = []
                 async with asyncio.timeout(PATIENCE_S):
@@ -569,8 +573,16 @@ async def test_the_wire_of_a_hand_over() -> None:
             assert reference
             tag = service.description.kv_state_tag
             fetch = worker_pb2.KvHandoff.Fetch(reference=reference, kv_state_tag=tag)
-            rest = await ask(2, worker_pb2.KvHandoff(fetch=fetch))
-            assert sum(len(delta.ids) for delta in rest) == 4
+            first = [token for delta in made for token in delta.ids]
+            rest = await ask(2, worker_pb2.KvHandoff(fetch=fetch), first=first)
+            # Such an engine finds the first id with the KV, and says it again: by its index it is taken once.
+            answer = [token for delta in rest for token in delta.ids]
+            assert (len(answer), answer[:1], rest[0].first_index) == (4, first, 0)
+            # It is gone now: the engine waits for it in vain, and then it is computed here, from the same id on.
+            again = await ask(6, worker_pb2.KvHandoff(fetch=fetch), first=first)
+            assert [token for delta in again for token in delta.ids] == answer[1:]
+            assert again[0].first_index == 1
+            assert (again[-1].finish.usage.prompt_tokens, again[-1].finish.usage.completion_tokens) == (40, 4)
             wrong = worker_pb2.KvHandoff.Fetch(reference=reference, kv_state_tag="another")
             for number, handoff, seeds, said in (
                 (3, worker_pb2.KvHandoff(fetch=wrong), 1, "'another' is of no use here"),

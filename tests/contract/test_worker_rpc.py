@@ -230,7 +230,7 @@ BAD: list[tuple[Callable[[worker_pb2.Submit], None], str, int]] = [
     (lambda s: s.prompt_ids.extend([1] * 197), "prompt", types_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED),
     (lambda s: setattr(s, "model", "other"), "model", types_pb2.ERROR_CODE_MODEL_NOT_FOUND),
     (lambda s: setattr(s, "lora", "x"), "lora", types_pb2.ERROR_CODE_UNSUPPORTED),
-    (lambda s: setattr(s.handoff.produce, "keep_ms", 1), "handoff", types_pb2.ERROR_CODE_UNSUPPORTED),
+    (lambda s: setattr(s.handoff.produce, "keep_ms", 1), "handoff", types_pb2.ERROR_CODE_INVALID_ARGUMENT),
     (lambda s: setattr(s.stopping, "max_tokens", 0), "max_tokens", types_pb2.ERROR_CODE_INVALID_ARGUMENT),
     (lambda s: setattr(s.stopping, "min_tokens", 9), "min_tokens", types_pb2.ERROR_CODE_INVALID_ARGUMENT),
     (lambda s: s.stopping.stop_ids.append(5000), "stop_ids", types_pb2.ERROR_CODE_INVALID_ARGUMENT),

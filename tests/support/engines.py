@@ -17,6 +17,7 @@ from headrace.worker.engine import (
     Delta,
     Engine,
     Finish,
+    KvBlock,
     Request,
     Sampling,
     StepResult,
@@ -57,6 +58,8 @@ class Bench:
         self.cleared = 0
         #: Of KV that waits to be fetched, by request.
         self.references: dict[int, str] = {}
+        #: KV of hand-offs, by request, in order.
+        self.kv: dict[int, list[KvBlock]] = {}
         self.failures: list[str] = []
         #: In place of an answer that has not begun.
         self.nothing = Answer()
@@ -72,6 +75,8 @@ class Bench:
     def _on_step(self, result: StepResult) -> None:
         for delta in result.deltas:
             self._on_delta(delta)
+        for block in result.kv:
+            self.kv.setdefault(block.key, []).append(block)
         for change in result.blocks:
             if isinstance(change, BlocksStored):
                 self.held |= set(change.hashes)

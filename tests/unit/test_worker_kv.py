@@ -5,6 +5,7 @@ Texts are over two ids and blocks of two, so that nearly everything is shared wi
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.worker.engine import BlocksRemoved, BlocksStored
-from headrace.worker.kv import CopyLane, KvAccounts, Lane, LoadBlock, SaveBlock, Scope, TrimLane
+from headrace.worker.kv import CopyLane, FillPlace, Intake, KvAccounts, Lane, LoadBlock, SaveBlock, Scope, TrimLane
 
 SIZE = 2
 
@@ -44,6 +45,9 @@ class Ledger:
                 ):
                     assert position not in target
                     target[position] = text
+            elif isinstance(operation, FillPlace):
+                self.places[operation.place] = pickle.loads(operation.kv)
+                assert self.places[operation.place][-1][-SIZE:] == operation.ids
             elif isinstance(operation, TrimLane):
                 lane = self.cells.setdefault(operation.lane, {})
                 for position in [p for p in lane if p >= operation.start and (operation.end < 0 or p < operation.end)]:
@@ -165,7 +169,23 @@ def test_the_accounts_are_what_is_there(seed: int, blocks: int, lanes: int, besi
         del ledger.running[lane.id]
         kv.close(lane, ids, computed, keep=dice.random() < 0.8)
 
-    calls: list[Callable[[], None]] = [admit, admit, compute, compute, compute, grow, fork, close]
+    intakes: list[Intake] = []
+
+    def take_in() -> None:
+        """KV comes from elsewhere, a block now and a block then; what it was begun behind may be gone."""
+        if not intakes or dice.random() < 0.3:
+            intakes.append(Intake(text(), Scope(salt=dice.choice((b"", b"s")))))
+            kv.begin_intake(intakes[-1])
+        intake = dice.choice(intakes)
+        for _ in range(dice.randint(1, 3)):
+            if (intake.blocks + 1) * SIZE > len(intake.ids):
+                return
+            ends = range(intake.blocks * SIZE + 1, (intake.blocks + 1) * SIZE + 1)
+            if not kv.take_in(intake, pickle.dumps([tuple(intake.ids[:end]) for end in ends])):
+                intakes.remove(intake)
+                return
+
+    calls: list[Callable[[], None]] = [admit, admit, compute, compute, compute, grow, fork, close, take_in]
     for _ in range(60):
         dice.choice(calls)()
         ledger.settle()
@@ -217,6 +237,24 @@ def test_what_is_kept_beside_is_bounded_and_takes_nothing_from_those_that_run() 
     assert again is not None
     assert len(again.path) == 2
     assert accounts.cached_blocks == 3
+
+
+def test_kv_from_elsewhere_is_found_by_whoever_comes_and_pushes_out_no_beginning_of_its_own() -> None:
+    for beside in (None, 4):
+        kv = KvAccounts(4, SIZE, 4, hash_blocks=names, keep_beside=beside)
+        intake = Intake([1] * 12, Scope())
+        assert kv.begin_intake(intake) == 0
+        assert [kv.take_in(intake, b"") for _ in range(5)] == [True] * 4 + [False]
+        assert kv.cached_blocks == 4
+        # What was there goes for the next, from its end.
+        other = Intake([2] * 6, Scope())
+        kv.begin_intake(other)
+        assert all(kv.take_in(other, b"") for _ in range(3))
+        assert kv.begin_intake(Intake([1] * 12, Scope())) == 1
+        assert kv.begin_intake(Intake([2] * 6, Scope(salt=b"s"))) == 0
+        lane = kv.admit([2] * 7, Scope(), reuse=True, headroom=0)
+        assert lane is not None
+        assert len(lane.path) == 3
 
 
 def test_what_is_kept_already_is_not_saved_again() -> None:

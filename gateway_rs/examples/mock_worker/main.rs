@@ -409,6 +409,7 @@ async fn join_once(mock: &Arc<Mock>, scheduler: Channel, address: &str, number: 
         address: address.to_owned(),
         description: Some(mock.description.clone()),
         startup_s: 0.0,
+        ..JoinHello::default()
     };
     reports.send(report(Some(hello))).await?;
     let mut commands = client.join(ReceiverStream::new(outgoing)).await?.into_inner();

@@ -20,7 +20,7 @@ class PlaceRequest(_message.Message):
         ask: PlaceRequest.Ask
         def __init__(self, lease: _Optional[int] = ..., worker: _Optional[int] = ..., ask: _Optional[_Union[PlaceRequest.Ask, _Mapping]] = ...) -> None: ...
     class Ask(_message.Message):
-        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms")
+        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms", "may_part")
         ASK_FIELD_NUMBER: _ClassVar[int]
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class PlaceRequest(_message.Message):
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
         TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+        MAY_PART_FIELD_NUMBER: _ClassVar[int]
         ask: int
         request_id: str
         tenant: str
@@ -54,7 +55,8 @@ class PlaceRequest(_message.Message):
         epoch: int
         ttft_target_ms: int
         tpot_target_ms: int
-        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., **kwargs) -> None: ...
+        may_part: bool
+        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., may_part: bool = ..., **kwargs) -> None: ...
     class Progress(_message.Message):
         __slots__ = ("lease", "output_tokens")
         LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -128,7 +130,7 @@ class PlaceResponse(_message.Message):
     def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., fleet: _Optional[_Union[FleetView, _Mapping]] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ...) -> None: ...
 
 class Share(_message.Message):
-    __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "decoding", "waiting", "grantor", "gone")
+    __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "decoding", "waiting", "grantor", "gone", "ask_from_tokens")
     class Grantor(_message.Message):
         __slots__ = ("worker_id", "instance_id", "address", "pool", "block_tokens")
         WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +154,7 @@ class Share(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     GRANTOR_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    ASK_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     number: int
     worker: int
     choices: int
@@ -162,7 +165,8 @@ class Share(_message.Message):
     waiting: int
     grantor: Share.Grantor
     gone: bool
-    def __init__(self, number: _Optional[int] = ..., worker: _Optional[int] = ..., choices: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pending_prefill_ms: _Optional[float] = ..., prefill_ms_per_token: _Optional[float] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., grantor: _Optional[_Union[Share.Grantor, _Mapping]] = ..., gone: bool = ...) -> None: ...
+    ask_from_tokens: int
+    def __init__(self, number: _Optional[int] = ..., worker: _Optional[int] = ..., choices: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pending_prefill_ms: _Optional[float] = ..., prefill_ms_per_token: _Optional[float] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., grantor: _Optional[_Union[Share.Grantor, _Mapping]] = ..., gone: bool = ..., ask_from_tokens: _Optional[int] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("ask", "grant", "queued", "rejected")
@@ -177,7 +181,22 @@ class Placement(_message.Message):
     def __init__(self, ask: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., rejected: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("lease", "worker_id", "instance_id", "address", "token_allowance", "queue_s", "reason")
+    __slots__ = ("lease", "worker_id", "instance_id", "address", "token_allowance", "queue_s", "reason", "prefill")
+    class Prefill(_message.Message):
+        __slots__ = ("lease", "worker_id", "instance_id", "address", "kv_state_tag", "reason")
+        LEASE_FIELD_NUMBER: _ClassVar[int]
+        WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+        INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+        ADDRESS_FIELD_NUMBER: _ClassVar[int]
+        KV_STATE_TAG_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        lease: int
+        worker_id: str
+        instance_id: str
+        address: str
+        kv_state_tag: str
+        reason: PlacementReason
+        def __init__(self, lease: _Optional[int] = ..., worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., kv_state_tag: _Optional[str] = ..., reason: _Optional[_Union[PlacementReason, _Mapping]] = ...) -> None: ...
     LEASE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +204,7 @@ class Grant(_message.Message):
     TOKEN_ALLOWANCE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     lease: int
     worker_id: str
     instance_id: str
@@ -192,7 +212,8 @@ class Grant(_message.Message):
     token_allowance: int
     queue_s: float
     reason: PlacementReason
-    def __init__(self, lease: _Optional[int] = ..., worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., token_allowance: _Optional[int] = ..., queue_s: _Optional[float] = ..., reason: _Optional[_Union[PlacementReason, _Mapping]] = ...) -> None: ...
+    prefill: Grant.Prefill
+    def __init__(self, lease: _Optional[int] = ..., worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., token_allowance: _Optional[int] = ..., queue_s: _Optional[float] = ..., reason: _Optional[_Union[PlacementReason, _Mapping]] = ..., prefill: _Optional[_Union[Grant.Prefill, _Mapping]] = ...) -> None: ...
 
 class PlacementReason(_message.Message):
     __slots__ = ("hit_tokens", "prefill_ms", "pending_prefill_ms", "decoding", "waiting", "score")
@@ -246,20 +267,24 @@ class JoinRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[JoinHello, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class JoinHello(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "pool", "address", "description", "startup_s")
+    __slots__ = ("worker_id", "instance_id", "pool", "address", "description", "startup_s", "role", "kv_token_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     STARTUP_S_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     pool: str
     address: str
     description: _types_pb2.ModelDescription
     startup_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., pool: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., startup_s: _Optional[float] = ...) -> None: ...
+    role: _worker_pb2.WorkerRole
+    kv_token_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., pool: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., startup_s: _Optional[float] = ..., role: _Optional[_Union[_worker_pb2.WorkerRole, str]] = ..., kv_token_bytes: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("welcome", "drain", "set_limits", "preempt", "resume")

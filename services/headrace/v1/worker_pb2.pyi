@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
@@ -15,6 +21,9 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_UNHEALTHY: _ClassVar[WorkerState]
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -22,14 +31,16 @@ WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_UNHEALTHY: WorkerState
 
 class RunRequest(_message.Message):
-    __slots__ = ("hello", "submits", "cancels")
+    __slots__ = ("hello", "submits", "cancels", "proceeds")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     CANCELS_FIELD_NUMBER: _ClassVar[int]
+    PROCEEDS_FIELD_NUMBER: _ClassVar[int]
     hello: RunHello
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     cancels: _containers.RepeatedCompositeFieldContainer[Cancel]
-    def __init__(self, hello: _Optional[_Union[RunHello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[Cancel, _Mapping]]] = ...) -> None: ...
+    proceeds: _containers.RepeatedCompositeFieldContainer[Proceed]
+    def __init__(self, hello: _Optional[_Union[RunHello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[Cancel, _Mapping]]] = ..., proceeds: _Optional[_Iterable[_Union[Proceed, _Mapping]]] = ...) -> None: ...
 
 class RunHello(_message.Message):
     __slots__ = ("router_id", "instance_id")
@@ -81,10 +92,12 @@ class Submit(_message.Message):
 class KvHandoff(_message.Message):
     __slots__ = ("produce", "fetch")
     class Produce(_message.Message):
-        __slots__ = ("keep_ms",)
+        __slots__ = ("keep_ms", "reference")
         KEEP_MS_FIELD_NUMBER: _ClassVar[int]
+        REFERENCE_FIELD_NUMBER: _ClassVar[int]
         keep_ms: int
-        def __init__(self, keep_ms: _Optional[int] = ...) -> None: ...
+        reference: str
+        def __init__(self, keep_ms: _Optional[int] = ..., reference: _Optional[str] = ...) -> None: ...
     class Fetch(_message.Message):
         __slots__ = ("worker_address", "reference", "kv_state_tag")
         WORKER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +112,52 @@ class KvHandoff(_message.Message):
     produce: KvHandoff.Produce
     fetch: KvHandoff.Fetch
     def __init__(self, produce: _Optional[_Union[KvHandoff.Produce, _Mapping]] = ..., fetch: _Optional[_Union[KvHandoff.Fetch, _Mapping]] = ...) -> None: ...
+
+class Proceed(_message.Message):
+    __slots__ = ("request", "epoch", "ids", "kv_reference")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    epoch: int
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    kv_reference: str
+    def __init__(self, request: _Optional[int] = ..., epoch: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., kv_reference: _Optional[str] = ...) -> None: ...
+
+class PullKvRequest(_message.Message):
+    __slots__ = ("reference", "kv_state_tag", "cache_salt", "lora", "first_block", "wait_ms")
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    KV_STATE_TAG_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    reference: str
+    kv_state_tag: str
+    cache_salt: bytes
+    lora: str
+    first_block: int
+    wait_ms: int
+    def __init__(self, reference: _Optional[str] = ..., kv_state_tag: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., lora: _Optional[str] = ..., first_block: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class PullKvResponse(_message.Message):
+    __slots__ = ("block", "offset", "block_bytes", "kv", "ids", "waited", "end_blocks")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
+    END_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    offset: int
+    block_bytes: int
+    kv: bytes
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    waited: bool
+    end_blocks: int
+    def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., block_bytes: _Optional[int] = ..., kv: _Optional[bytes] = ..., ids: _Optional[_Iterable[int]] = ..., waited: bool = ..., end_blocks: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request", "epoch", "choice", "reason")
@@ -200,7 +259,7 @@ class GetLoadResponse(_message.Message):
     def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("state", "waiting_requests", "running_requests", "waiting_prompt_tokens", "running_prompt_tokens", "context_tokens", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached", "slots", "iteration", "steps", "prompt_tokens_total", "cached_prompt_tokens_total", "completion_tokens_total", "draft_tokens_total", "accepted_draft_tokens_total")
+    __slots__ = ("state", "waiting_requests", "running_requests", "waiting_prompt_tokens", "running_prompt_tokens", "context_tokens", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached", "slots", "iteration", "steps", "prompt_tokens_total", "cached_prompt_tokens_total", "completion_tokens_total", "draft_tokens_total", "accepted_draft_tokens_total", "kv_received_bytes_total", "kv_receive_s_total", "kv_handoff_bytes")
     STATE_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +277,9 @@ class Load(_message.Message):
     COMPLETION_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    KV_RECEIVED_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    KV_RECEIVE_S_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    KV_HANDOFF_BYTES_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     waiting_requests: int
     running_requests: int
@@ -235,7 +297,10 @@ class Load(_message.Message):
     completion_tokens_total: int
     draft_tokens_total: int
     accepted_draft_tokens_total: int
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., running_prompt_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., slots: _Optional[int] = ..., iteration: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepReport, _Mapping]]] = ..., prompt_tokens_total: _Optional[int] = ..., cached_prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., draft_tokens_total: _Optional[int] = ..., accepted_draft_tokens_total: _Optional[int] = ...) -> None: ...
+    kv_received_bytes_total: int
+    kv_receive_s_total: float
+    kv_handoff_bytes: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., running_prompt_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., slots: _Optional[int] = ..., iteration: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepReport, _Mapping]]] = ..., prompt_tokens_total: _Optional[int] = ..., cached_prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., draft_tokens_total: _Optional[int] = ..., accepted_draft_tokens_total: _Optional[int] = ..., kv_received_bytes_total: _Optional[int] = ..., kv_receive_s_total: _Optional[float] = ..., kv_handoff_bytes: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("prefill_tokens", "decode_tokens", "context_tokens", "duration_us", "prefill_pairs")

@@ -39,6 +39,11 @@ class WorkerServiceStub(object):
                 request_serializer=headrace_dot_v1_dot_worker__pb2.RunRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_worker__pb2.RunResponse.FromString,
                 _registered_method=True)
+        self.PullKv = channel.unary_stream(
+                '/headrace.v1.WorkerService/PullKv',
+                request_serializer=headrace_dot_v1_dot_worker__pb2.PullKvRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_worker__pb2.PullKvResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/headrace.v1.WorkerService/Describe',
                 request_serializer=headrace_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
@@ -65,6 +70,16 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PullKv(self, request, context):
+        """"Give me the KV that you keep for me." From worker to worker, when a prompt is computed on one and its answer on the other:
+        the prompt's full blocks in order, each as soon as it is computed, and an end. Taken once: whatever was not, when the
+        call is over, is given up. Errors: NOT_FOUND (no such hand-off within wait_ms: never heard of, expired, taken or given
+        up), FAILED_PRECONDITION (KV of another model, engine, adapter or salt), ABORTED (the prompt will not be computed).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """"Who are you?" Errors: none of its own. Safe to retry.
         """
@@ -86,6 +101,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=headrace_dot_v1_dot_worker__pb2.RunRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_worker__pb2.RunResponse.SerializeToString,
+            ),
+            'PullKv': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullKv,
+                    request_deserializer=headrace_dot_v1_dot_worker__pb2.PullKvRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_worker__pb2.PullKvResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -125,6 +145,33 @@ class WorkerService(object):
             '/headrace.v1.WorkerService/Run',
             headrace_dot_v1_dot_worker__pb2.RunRequest.SerializeToString,
             headrace_dot_v1_dot_worker__pb2.RunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.WorkerService/PullKv',
+            headrace_dot_v1_dot_worker__pb2.PullKvRequest.SerializeToString,
+            headrace_dot_v1_dot_worker__pb2.PullKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,8 @@ and may call ``submit`` and ``cancel`` at any point between, ``put_aside`` and `
   order and starves none.
 - Where it pays, ids are guessed ahead for sequences that decode (``drafts.py``), and computed in the same step. What
   the model would not have drawn is given up again.
+- A hand-off's first half ends with its first id; its prompt's full blocks are named as they are computed
+  (``take_handed``), to be read before the next step. The second half's KV comes as if it had been kept (``intake``).
 - Choices are sequences of their own: the first computes the prompt, the others share its blocks.
 - Every choice ends exactly once, with an outcome.
 """
@@ -46,7 +48,7 @@ from headrace.worker.engine import (
     Request,
     TokenLogprobs,
 )
-from headrace.worker.kv import HashBlocks, KvAccounts, Lane, Operation, Scope
+from headrace.worker.kv import HashBlocks, Intake, KvAccounts, Lane, Operation, Scope
 
 #: A class waits as if it had arrived so many seconds later.
 CLASS_DELAY_S: Mapping[int, float] = {
@@ -155,6 +157,7 @@ class _RequestState:
         "context_left",
         "end_ids",
         "first_token_s",
+        "handed_blocks",
         "open_choices",
         "prompt_logprobs",
         "request",
@@ -172,6 +175,10 @@ class _RequestState:
         self.completion_tokens = 0
         self.end_ids = request.stopping.end_ids
         self.context_left = min(request.stopping.max_tokens, context_tokens - len(request.prompt_ids))
+        #: Of its prompt, blocks that were named for another worker; None = its answer is not another's.
+        self.handed_blocks: int | None = None
+        if request.handoff is not None:
+            self.handed_blocks, self.context_left = 0, 1
         self.prompt_logprobs: list[TokenLogprobs] = []
         #: The first delta has gone, with what goes only there.
         self.announced = False
@@ -196,6 +203,16 @@ class Chunk:
     all_logits: bool
     #: Other choices that join when the prompt is computed, with the lanes made for them.
     forks: list[tuple[Sequence, Lane]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class HandedBlocks:
+    """These blocks of a request's prompt are computed and on that lane, until the next step."""
+
+    key: int
+    lane: int
+    first: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -253,6 +270,7 @@ class Composer:
         self._deadlines: list[tuple[float, int]] = []
         self._deltas: list[Delta] = []
         self._released: list[Sequence] = []
+        self._handed: list[HandedBlocks] = []
         self.prompt_tokens_total = 0
         self.cached_prompt_tokens_total = 0
         self.completion_tokens_total = 0
@@ -324,6 +342,16 @@ class Composer:
             if not sequence.ended:
                 self._enqueue(sequence)
         self._start_orphans(state)
+
+    def begin_intake(self, request: Request) -> Intake:
+        """KV of its prompt will come from another worker, by ``intake``, before the request itself."""
+        intake = Intake(request.prompt_ids, Scope(request.lora, request.cache_salt))
+        self.kv.begin_intake(intake)
+        return intake
+
+    def intake(self, intake: Intake, kv: bytes) -> bool:
+        """The KV of its next block. False = no more of it is wanted."""
+        return self.kv.take_in(intake, kv)
 
     def _refusal(self, request: Request) -> types_pb2.Error | None:
         prompt = len(request.prompt_ids)
@@ -435,6 +463,11 @@ class Composer:
         """Sequences that have ended since the last call, for an engine that keeps something for each."""
         released, self._released = self._released, []
         return released
+
+    def take_handed(self) -> list[HandedBlocks]:
+        """What the last step has computed for other workers: to be read before the next one's operations."""
+        handed, self._handed = self._handed, []
+        return handed
 
     @property
     def idle(self) -> bool:
@@ -665,6 +698,7 @@ class Composer:
             return
         sequence.computed = chunk.start + chunk.count
         self.kv.commit(lane, sequence.ids, sequence.computed)
+        self._hand_over(sequence, lane)
         if prompt_logprobs is not None:
             if chunk.start == 0:
                 sequence.state.prompt_logprobs = []
@@ -680,6 +714,13 @@ class Composer:
                 self.kv.join(twin_lane, lane, sequence.computed)
                 twin.computed = sequence.computed
                 twin.prefilled = True
+
+    def _hand_over(self, sequence: Sequence, lane: Lane) -> None:
+        state = sequence.state
+        full = min(sequence.computed, sequence.prompt_tokens) // self.limits.block_tokens
+        if state.handed_blocks is not None and full > state.handed_blocks:
+            self._handed.append(HandedBlocks(state.request.key, lane.id, state.handed_blocks, full))
+            state.handed_blocks = full
 
     def _append(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, must_end: bool, now: float

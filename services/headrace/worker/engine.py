@@ -11,7 +11,7 @@ kernels. What it leaves to others: validation (``validate.py``), streams and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -73,7 +73,8 @@ class LogprobOptions:
 class Handoff:
     """Prefill and decode run apart: this is one of the two."""
 
-    #: Of the KV that another worker has left, to be fetched; empty = compute the prompt and the first id, and leave it.
+    #: Of the KV that another worker has left, for an engine that fetches it itself; empty = compute the prompt and the
+    #: first id, and leave it.
     reference: str = ""
 
 
@@ -144,6 +145,15 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class KvBlock:
+    """The KV of a full block of a prompt whose answer is another worker's; None = it could not be read."""
+
+    key: int
+    index: int
+    kv: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksStored:
     """These blocks are held now, each the child of the one before it. ``parent`` 0 = none."""
 
@@ -187,10 +197,35 @@ class StepResult:
     deltas: list[Delta]
     cost: StepCost | None
     blocks: list[BlockChange]
+    #: Of hand-offs, in order; those of the last step may follow the first id.
+    kv: list[KvBlock] = field(default_factory=list)
+
+
+class KvIntake(Protocol):
+    """KV of one prompt that comes from another worker. Called on the event loop's thread."""
+
+    #: Leading blocks that are held already.
+    first_block: int
+
+    def take(self, kv: bytes) -> Awaitable[bool]:
+        """The next block's, to be kept for the request; returns at once, and what it returns is done when there may be
+        more. False = no more is wanted."""
 
 
 class Engine(Protocol):
     """See the module's text. All methods are called from the event loop's thread and return at once, unless awaited."""
+
+    @property
+    def moves_kv(self) -> bool:
+        """After ``start``: KV of hand-offs leaves by ``StepResult.kv`` and comes by ``intake``. Otherwise an engine
+        that can hand over at all does so itself, by references of its own."""
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """KV of a token in bytes; 0 = not known."""
+
+    async def intake(self, request: Request) -> KvIntake:
+        """KV of its prompt comes from elsewhere, before the request itself. Only where ``moves_kv``."""
 
     async def start(self, on_step: Callable[[StepResult], None], on_failure: Callable[[str], None]) -> None:
         """Loads and warms up; returns when ready. Raises ModelError or EngineError. The callbacks come from any thread;

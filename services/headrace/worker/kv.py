@@ -70,7 +70,16 @@ class LoadBlock:
     end: int
 
 
-Operation = CopyLane | TrimLane | SaveBlock | LoadBlock
+@dataclass(frozen=True, slots=True)
+class FillPlace:
+    """KV that another worker has computed for these ids (and all before them) is written to ``place``."""
+
+    place: int
+    ids: tuple[int, ...]
+    kv: bytes
+
+
+Operation = CopyLane | TrimLane | SaveBlock | LoadBlock | FillPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,24 @@ class Lane:
     @property
     def blocks(self) -> int:
         return len(self.path) + self.private_blocks
+
+
+def _is_there(node: _Node) -> bool:
+    return bool(node.lanes) or node.place is not None
+
+
+class Intake:
+    """A prompt whose KV comes from another worker, block by block, and how far it has come."""
+
+    __slots__ = ("blocks", "hashes", "ids", "node", "scope")
+
+    def __init__(self, ids: list[int], scope: Scope) -> None:
+        self.ids = ids
+        self.scope = scope
+        #: Leading blocks that are held, and the last of them.
+        self.blocks = 0
+        self.node: _Node | None = None
+        self.hashes: list[int] = []
 
 
 class KvAccounts:
@@ -295,6 +322,77 @@ class KvAccounts:
         while self._kept:
             self._give_up_oldest(removed)
         self._forget(removed)
+
+    # --- KV from elsewhere -------------------------------------------------------------------------------------------
+
+    def begin_intake(self, intake: Intake) -> int:
+        """Leading blocks of the prompt that are held already; the others may be taken in."""
+        found: list[_Node] = []
+        node = self._roots.get(intake.scope)
+        for index in range(len(intake.ids) // self.block_tokens):
+            node = node.children.get(self._block(intake.ids, index)) if node is not None else None
+            if node is None:
+                break
+            found.append(node)
+        intake.blocks = len(found)
+        intake.node = found[-1] if found else None
+        self._touch_path(intake.node)
+        return intake.blocks
+
+    def take_in(self, intake: Intake, kv: bytes) -> bool:
+        """The KV of the prompt's next block: it is kept as if it had been computed here. False when there is no room
+        that would not be its own beginning's, or that is gone; no more of it is wanted then."""
+        parent, depth = intake.node, intake.blocks
+        if parent is None:
+            parent = self._roots.get(intake.scope) or _Node(None, intake.scope, (), 0)
+        elif not _is_there(parent):
+            return False
+        ids = self._block(intake.ids, depth)
+        node = parent.children.get(ids)
+        if node is None:
+            removed: list[int] = []
+            place = self._place_for(depth, removed)
+            self._forget(removed)
+            if place is None:
+                self._touch_path(intake.node)
+                return False
+            if depth and not _is_there(parent):
+                # Nobody had touched it for long.
+                self._free_places.append(place)
+                return False
+            if not intake.hashes and self._hash_blocks is not None:
+                intake.hashes = self._hash_blocks(intake.ids, intake.scope.lora, intake.scope.salt)
+            node = _Node(parent, intake.scope, ids, intake.hashes[depth] if intake.hashes else 0)
+            if parent.parent is None:
+                self._roots[intake.scope] = parent
+            parent.children[ids] = node
+            node.place = place
+            self._kept[node] = None
+            self._operations.append(FillPlace(place, ids, kv))
+            self._announce(parent.hash, [node.hash], intake.scope)
+        intake.node, intake.blocks = node, depth + 1
+        # Now and then, and at the end: a beginning must not go before what follows it.
+        if intake.blocks % 8 == 0 or intake.blocks == len(intake.ids) // self.block_tokens:
+            self._touch_path(node)
+        return True
+
+    def _place_for(self, depth: int, removed: list[int]) -> int | None:
+        """A free place for a block behind ``depth`` others."""
+        room = self._places if self._beside else self.available_blocks
+        while not self._free_places or len(self._kept) >= room:
+            # With so few kept, the oldest may be its own beginning.
+            if len(self._kept) <= depth:
+                return None
+            self._give_up_oldest(removed)
+        return self._free_places.pop() if depth < room else None
+
+    def _touch_path(self, node: _Node | None) -> None:
+        while node is not None and node.parent is not None:
+            self._touch(node)
+            node = node.parent
+
+    def _block(self, ids: list[int], index: int) -> tuple[int, ...]:
+        return tuple(ids[index * self.block_tokens : (index + 1) * self.block_tokens])
 
     # --- inside: the tree --------------------------------------------------------------------------------------------
 

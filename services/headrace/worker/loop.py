@@ -10,21 +10,24 @@ What this module leaves to others: what a step holds (``composer.py``), how it i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from headrace.errors import EngineError, error
 from headrace.v1 import types_pb2, worker_pb2
-from headrace.worker.composer import Composer, Drawn, Limits, Sequence, Step
-from headrace.worker.engine import Outcome, Request, StepCost, StepResult
-from headrace.worker.kv import HashBlocks
+from headrace.worker.composer import Composer, Drawn, HandedBlocks, Limits, Sequence, Step
+from headrace.worker.engine import KvBlock, Outcome, Request, StepCost, StepResult
+from headrace.worker.kv import HashBlocks, Intake
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: While there is work, the published load is renewed so often; making it goes through all requests.
 _LOAD_EVERY_S = 0.05
@@ -45,8 +48,14 @@ class Backend(Protocol):
     def open(self) -> Limits:
         """Loads and warms up. Raises ModelError or EngineError."""
 
+    #: Bytes of a full block's KV as ``read_block`` gives it, after ``open``; 0 = KV stays here.
+    kv_block_bytes: int
+
     def describe(self) -> types_pb2.ModelDescription:
         """After ``open``; without the limits, which the loop adds."""
+
+    def read_block(self, lane: int, start: int, end: int) -> bytes:
+        """The KV of a lane at positions ``start`` to ``end``, a full block. Raises EngineError."""
 
     async def check(self, request: Request) -> types_pb2.Error | None:
         """See ``Engine.check``; on the event loop's thread."""
@@ -91,7 +100,39 @@ class _GoOn:
     key: int
 
 
+@dataclass(frozen=True, slots=True)
+class _BeginIntake:
+    request: Request
+    answer: Callable[[Intake | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _TakeIn:
+    intake: Intake
+    kv: bytes
+    answer: Callable[[bool], None]
+
+
 _Command = Request | _Cancel | _SetLimits | _PutAside | _GoOn
+_Question = _BeginIntake | _TakeIn
+
+
+class _Intake:
+    """A ``KvIntake`` whose other end is the engine's thread."""
+
+    def __init__(self, loop: BatchLoop, intake: Intake, block_bytes: int) -> None:
+        self._loop = loop
+        self._intake = intake
+        self._block_bytes = block_bytes
+        self.first_block = intake.blocks
+
+    def take(self, kv: bytes) -> asyncio.Future[bool]:
+        """See ``KvIntake.take``."""
+        if len(kv) == self._block_bytes:
+            return self._loop.ask(False, lambda answer: _TakeIn(self._intake, kv, answer))
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        future.set_result(False)
+        return future
 
 
 class BatchLoop:
@@ -110,6 +151,8 @@ class BatchLoop:
         self._keep_prefixes = keep_prefixes
         self._clock = clock
         self._mailbox: deque[_Command] = deque()
+        #: KV that comes from other workers; of each no more than its sender's window.
+        self._questions: deque[_Question] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -163,6 +206,44 @@ class BatchLoop:
         description.slots = limits.slots
         description.context_tokens = limits.context_tokens
         return description
+
+    @property
+    def moves_kv(self) -> bool:
+        """See ``Engine.moves_kv``."""
+        return self._backend.kv_block_bytes > 0
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """See ``Engine.kv_token_bytes``."""
+        return self._backend.kv_block_bytes // self._limits.block_tokens if self._limits is not None else 0
+
+    async def intake(self, request: Request) -> _Intake:
+        """See ``Engine.intake``. Raises EngineError when the engine is gone."""
+        intake: Intake | None = await self.ask(None, lambda answer: _BeginIntake(request, answer))
+        if intake is None:
+            raise EngineError("the engine is stopped")
+        return _Intake(self, intake, self._backend.kv_block_bytes)
+
+    def ask(self, otherwise: T, question: Callable[[Callable[[T], None]], _Question]) -> asyncio.Future[T]:
+        """Puts a question to the engine's thread; ``otherwise`` when there is nobody to answer it."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(value: T) -> None:
+            if not future.done():
+                future.set_result(value)
+
+        def answer(value: T) -> None:
+            # Its loop may be closed by now.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(settle, value)
+
+        if self._stopping or self._thread is None or not self._thread.is_alive():
+            settle(otherwise)
+        else:
+            self._questions.append(question(answer))
+            self._wake.set()
+        return future
 
     async def check(self, request: Request) -> types_pb2.Error | None:
         """See ``Engine.check``."""
@@ -235,7 +316,7 @@ class BatchLoop:
             started()
             failures = 0
             while not self._stopping:
-                if composer.idle and not self._mailbox:
+                if composer.idle and not self._mailbox and not self._questions:
                     self._wake.wait()
                 self._wake.clear()
                 now = self._clock()
@@ -248,6 +329,16 @@ class BatchLoop:
             self._on_failure(str(failure) or type(failure).__name__)
         finally:
             self._backend.close()
+            self._refuse_questions()
+
+    def _refuse_questions(self) -> None:
+        """Nobody waits for an answer from a thread that is gone."""
+        while self._questions:
+            question = self._questions.popleft()
+            if isinstance(question, _BeginIntake):
+                question.answer(None)
+            else:
+                question.answer(False)
 
     def _take_commands(self, composer: Composer, now: float) -> None:
         while self._mailbox:
@@ -269,6 +360,12 @@ class BatchLoop:
                     composer.pair_tokens = command.pair_tokens
                 if command.slots:
                     composer.slots = min(command.slots, limits.slots)
+        while self._questions:
+            question = self._questions.popleft()
+            if isinstance(question, _BeginIntake):
+                question.answer(composer.begin_intake(question.request))
+            else:
+                question.answer(composer.intake(question.intake, question.kv))
 
     def _step(self, composer: Composer, now: float) -> bool:
         """One iteration; False when the backend could not compute it."""
@@ -306,7 +403,20 @@ class BatchLoop:
             self._publish(composer, now)
         if deltas or blocks or cost is not None:
             self._on_step(StepResult(self._iteration, deltas, cost, blocks))
+        if handed := composer.take_handed():
+            # The first id has gone ahead.
+            kv = [block for each in handed for block in self._read(each, composer.limits.block_tokens)]
+            self._on_step(StepResult(self._iteration, [], None, [], kv))
         return good
+
+    def _read(self, handed: HandedBlocks, size: int) -> Iterator[KvBlock]:
+        for index in range(handed.first, handed.end):
+            kv: bytes | None = None
+            try:
+                kv = self._backend.read_block(handed.lane, index * size, (index + 1) * size)
+            except EngineError as failure:
+                log.error("KV for another worker could not be read: %s", failure)
+            yield KvBlock(handed.key, index, kv)
 
     def _guard(self, step: Step) -> None:
         """Lets a cancellation break the step off when nobody else needs it."""

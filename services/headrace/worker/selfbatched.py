@@ -38,6 +38,7 @@ from headrace.worker.engine import (
     BlockChange,
     Delta,
     Finish,
+    KvIntake,
     Outcome,
     Request,
     StepCost,
@@ -277,6 +278,14 @@ class SelfBatched:
         description.slots = room.slots
         description.context_tokens = room.context_tokens
         return description
+
+    #: See ``Engine.moves_kv``: such engines send KV themselves.
+    moves_kv = False
+    kv_token_bytes = 0
+
+    async def intake(self, request: Request) -> KvIntake:
+        """See ``Engine.intake``."""
+        raise EngineError("this engine takes no KV")
 
     async def check(self, request: Request) -> types_pb2.Error | None:
         """See ``Engine.check``."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import math
 import os
 import socket
 import sys
@@ -42,14 +44,17 @@ from headrace.worker.engine import (
     Delta,
     Engine,
     Finish,
+    Handoff,
     Outcome,
     Request,
     StepCost,
     StepResult,
     TokenLogprobs,
 )
+from headrace.worker.handoffs import Handoffs
 from headrace.worker.links import CacheLink, SchedulerLink
-from headrace.worker.validate import request_of
+from headrace.worker.transfer import Progress, Received, Waiters, give, take
+from headrace.worker.validate import begun, request_of
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +65,19 @@ READY = worker_pb2.WORKER_STATE_READY
 DRAINING = worker_pb2.WORKER_STATE_DRAINING
 UNHEALTHY = worker_pb2.WORKER_STATE_UNHEALTHY
 
+_ROLES = {
+    "both": worker_pb2.WORKER_ROLE_UNSPECIFIED,
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
+
 #: Deltas that wait for one router's stream; some 10 s of a full batch.
 _MAX_UNREAD = 32768
 _DELTAS_IN_MESSAGE = 4096
 _STEPS_IN_REPORT = 64
 _GOODBYE_S = 0.5
+#: For KV that has been computed to begin to come.
+_BEGIN_S = 1.0
 
 #: What a router may give as the reason of a cancellation, and how the request then ends.
 _CANCEL_OUTCOMES = {
@@ -95,9 +108,17 @@ class _Open:
     began_ns: int
     submitted_s: float
     lease: int
-    #: Its grammar is being compiled: the engine does not know it yet.
+    #: Its grammar is being compiled, or its KV fetched: the engine does not know it yet.
     checking: asyncio.Task[None] | None = None
     ended: set[int] = field(default_factory=set)
+    #: How its answer begins, where its prompt is another worker's to compute.
+    proceed: asyncio.Future[worker_pb2.Proceed] | None = None
+    #: Of its answer, ids that the engine knows as a part of the prompt; of the prompt, tokens whose KV was fetched.
+    begun: int = 0
+    fetched_tokens: int = 0
+    prompt_tokens: int = 0
+    #: What to run when the engine's own fetching fails, before anything has come of it.
+    otherwise: Request | None = None
 
 
 class RouterStream:
@@ -117,8 +138,9 @@ _Item = worker_pb2.RunWelcome | tuple[_Open, Delta]
 class WorkerMetrics(Collector):
     """Gauges are read from the engine when somebody looks."""
 
-    def __init__(self, registry: CollectorRegistry, load: Callable[[], worker_pb2.Load]) -> None:
+    def __init__(self, registry: CollectorRegistry, load: Callable[[], worker_pb2.Load], received: Received) -> None:
         self._load = load
+        self.received = received
         self.finished = dict.fromkeys(_OUTCOME_NAMES.values(), 0)
         self.steps = 0
         self.queue = Histogram(
@@ -169,6 +191,17 @@ class WorkerMetrics(Collector):
         drafts.add_metric(["accepted"], load.accepted_draft_tokens_total)
         drafts.add_metric(["refused"], load.draft_tokens_total - load.accepted_draft_tokens_total)
         yield drafts
+        handed = GaugeMetricFamily(
+            "headrace_worker_handoff_bytes", "KV kept for other workers", value=load.kv_handoff_bytes
+        )
+        yield handed
+        came = CounterMetricFamily("headrace_worker_kv_received_bytes", "KV that came from other workers")
+        came.add_metric([], load.kv_received_bytes_total)
+        yield came
+        fetches = CounterMetricFamily("headrace_worker_kv_fetches", "KV fetched, by how it ended", labels=["result"])
+        fetches.add_metric(["complete"], self.received.complete)
+        fetches.add_metric(["broken"], self.received.broken)
+        yield fetches
         yield CounterMetricFamily("headrace_worker_iterations", "Engine iterations", value=load.iteration)
 
 
@@ -182,6 +215,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         registry: CollectorRegistry,
         *,
         now: Callable[[], float] = time.monotonic,
+        tls: Tls | None = None,
     ) -> None:
         self.worker_id = config.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         self.instance_id = uuid.uuid4().hex
@@ -195,7 +229,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._config = config
         self._engine = engine
         self._now = now
-        self._metrics = WorkerMetrics(registry, engine.load)
+        self._tls = tls
+        #: KV for other workers, and from them.
+        self._handoffs = Handoffs(config.handoff_mib * 2**20)
+        self._takers = Waiters()
+        self._received = Received()
+        self._metrics = WorkerMetrics(registry, self.load, self._received)
         self._steps: deque[StepCost] = deque(maxlen=_STEPS_IN_REPORT)
         self._streams: set[RouterStream] = set()
         self._open: dict[int, _Open] = {}
@@ -258,6 +297,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """As it is now, without the steps."""
         load = self._engine.load()
         load.state = self.state
+        load.kv_received_bytes_total = self._received.bytes
+        load.kv_receive_s_total = self._received.seconds
+        load.kv_handoff_bytes = self._handoffs.bytes
         return load
 
     def report(self) -> worker_pb2.Load:
@@ -337,6 +379,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
             await exchange(request_iterator, context, receive=receive, outbox=stream.outbox, encode=self._frame)
 
+    async def PullKv(self, request: worker_pb2.PullKvRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Another worker takes the KV that was computed for it."""
+        if not self.serving:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is not ready")
+        await give(self._handoffs, self._takers, self.description.kv_state_tag, request, context)
+
     @property
     def serving(self) -> bool:
         """Streams are taken."""
@@ -389,6 +437,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self.submit(stream, submit)
         for cancel in message.cancels:
             self.cancel(stream, cancel)
+        for proceed in message.proceeds:
+            open_ = stream.requests.get(proceed.request)
+            # Its end may have crossed this on the way.
+            expected = open_.proceed if open_ is not None and open_.epoch == proceed.epoch else None
+            if expected is not None and not expected.done():
+                expected.set_result(proceed)
 
     def submit(self, stream: RouterStream, submit: worker_pb2.Submit) -> None:
         """A request; its deltas come to the stream's outbox. Raises StreamError."""
@@ -418,6 +472,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         request = request_of(submit, open_.key, self.description, self._now)
         if isinstance(request, types_pb2.Error):
             self._refuse(open_, request)
+        elif submit.handoff.HasField("fetch"):
+            open_.proceed = asyncio.get_running_loop().create_future()
+            open_.checking = asyncio.create_task(self._fetch(open_, request, submit.handoff.fetch))
+        elif (refusal := self._keep_for_another(request, submit.handoff)) is not None:
+            self._refuse(open_, refusal)
         elif request.guided is not None:
             open_.checking = asyncio.create_task(self._check(open_, request))
         elif (refusal := self._engine.submit(request)) is not None:
@@ -433,6 +492,71 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             text = f"{most} requests are in the worker, its limit"
             return error(types_pb2.ERROR_CODE_OVERLOADED, text, retryable=True)
         return None
+
+    # --- prefill and decode apart ------------------------------------------------------------------------------------
+
+    def _keep_for_another(self, request: Request, handoff: worker_pb2.KvHandoff) -> types_pb2.Error | None:
+        """Opens the hand-off of a request whose answer is another worker's."""
+        if request.handoff is None or not self._engine.moves_kv:
+            return None
+        reference = handoff.produce.reference
+        keep_s = min(handoff.produce.keep_ms / 1000 or math.inf, self._config.handoff_keep_s)
+        if not reference:
+            return error(types_pb2.ERROR_CODE_INVALID_ARGUMENT, "a KV hand-off needs a reference", param="handoff")
+        if not self._handoffs.open(request, reference, self.description.block_tokens, keep_s):
+            return error(types_pb2.ERROR_CODE_INVALID_ARGUMENT, "the reference is in use", param="handoff")
+        self._takers.opened(reference)
+        return None
+
+    def _handed_over(self, key: int, finish: Finish) -> None:
+        """A request that may have a hand-off has ended."""
+        if finish.outcome not in (types_pb2.OUTCOME_STOP, types_pb2.OUTCOME_LENGTH):
+            self._handoffs.give_up(key)
+        elif (expires_s := self._handoffs.computed(key, self._now())) is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(max(0.0, expires_s - self._now()), lambda: self._handoffs.expire(self._now()))
+
+    async def _fetch(self, open_: _Open, request: Request, fetch: worker_pb2.KvHandoff.Fetch) -> None:
+        """Has its KV brought here, and the request begun when its router says how. Whatever does not come is
+        computed."""
+        fetching: asyncio.Task[None] | None = None
+        size, progress = self.description.block_tokens, Progress()
+        if self._engine.moves_kv:
+            work = take(fetch, request, size, self._engine.intake, self._tls, self._received, progress)
+            fetching = asyncio.create_task(work)
+        assert open_.proceed is not None
+        try:
+            proceed = await open_.proceed
+            made = begun(request, list(proceed.ids), self.description)
+            if fetching is not None and proceed.ids and not isinstance(made, types_pb2.Error):
+                # It has all been computed; who has not begun to give by now may have lost it.
+                patience_s = self._config.handoff_timeout_s
+                await asyncio.wait([fetching], timeout=patience_s if progress.begun else min(_BEGIN_S, patience_s))
+        finally:
+            if fetching is not None and not fetching.done():
+                fetching.cancel()
+                await asyncio.wait([fetching])
+        if isinstance(made, types_pb2.Error):
+            open_.checking = None
+            self._refuse(open_, made)
+            return
+        open_.begun, open_.fetched_tokens = len(proceed.ids), progress.blocks * size
+        if made.stopping.max_tokens < 1:
+            open_.checking = None
+            self._finish(open_, 0, types_pb2.OUTCOME_LENGTH, None)
+            return
+        reference = proceed.kv_reference or fetch.reference
+        if not self._engine.moves_kv and proceed.ids and reference:
+            # Such an engine fetches by itself, and begins its answer with the id that it finds there.
+            open_.otherwise, open_.begun, open_.prompt_tokens = made, 0, len(request.prompt_ids)
+            made = dataclasses.replace(request, handoff=Handoff(reference))
+        if made.guided is not None:
+            await self._check(open_, made)
+            return
+        open_.checking = None
+        refusal = (None if self.serving else self._not_now()) or self._engine.submit(made)
+        if refusal is not None:
+            self._refuse(open_, refusal)
 
     async def _check(self, open_: _Open, request: Request) -> None:
         """Has its grammar compiled before the engine sees it."""
@@ -479,6 +603,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             open_.span.set("headrace.outcome", "cancelled")
             open_.span.fail("the router's stream ended")
         self._metrics.finished["cancelled"] += open_.choices - len(open_.ended)
+        self._handoffs.give_up(open_.key)
         self._close(open_)
 
     def _refuse(self, open_: _Open, why: types_pb2.Error) -> None:
@@ -490,7 +615,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if choice in open_.ended or choice >= open_.choices:
             return
         finish = Finish(outcome, why, 0, 0, 0, self._now() - open_.submitted_s, 0.0, 0.0, 0.0)
-        self._deliver(open_, Delta(open_.key, choice, 0, [], finish=finish))
+        self._deliver(open_, Delta(open_.key, choice, open_.begun, [], finish=finish))
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -502,11 +627,37 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self._metrics.step.observe(result.cost.duration_s)
         for delta in result.deltas:
             open_ = self._open.get(delta.key)
-            if open_ is not None and delta.choice not in open_.ended:
-                self._deliver(open_, delta)
+            if open_ is None or delta.choice in open_.ended:
+                continue
+            if open_.proceed is not None and not self._continues(open_, delta):
+                continue
+            self._deliver(open_, delta)
+        for block in result.kv:
+            self._handoffs.add(block.key, block.index, block.kv)
         if result.blocks:
             self.blocks.add(result.blocks)
             self.on_blocks()
+
+    def _continues(self, open_: _Open, delta: Delta) -> bool:
+        """A delta of a request whose prompt another worker has computed, as its router counts; False = it is not for
+        it."""
+        if open_.otherwise is not None:
+            again, open_.otherwise = open_.otherwise, None
+            if not delta.ids and delta.finish is not None and delta.finish.error is not None:
+                # The engine could not fetch it: computed here, it goes on from the same id.
+                log.warning("a request's KV could not be fetched: %s", delta.finish.error.message)
+                open_.begun = len(again.prompt_ids) - open_.prompt_tokens
+                if (refusal := self._engine.submit(again)) is not None:
+                    self._refuse(open_, refusal)
+                return False
+        delta.first_index += open_.begun
+        if delta.cached_prompt_tokens is not None:
+            delta.cached_prompt_tokens = max(0, delta.cached_prompt_tokens - open_.fetched_tokens)
+        if (finish := delta.finish) is not None:
+            finish.prompt_tokens = max(0, finish.prompt_tokens - open_.begun)
+            finish.completion_tokens += open_.begun
+            finish.cached_prompt_tokens = max(0, finish.cached_prompt_tokens - open_.fetched_tokens)
+        return True
 
     def _deliver(self, open_: _Open, delta: Delta) -> None:
         open_.stream.outbox.put((open_, delta))
@@ -514,6 +665,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             open_.ended.add(delta.choice)
             self._metrics.finished[_OUTCOME_NAMES.get(delta.finish.outcome, "failed")] += 1
             if len(open_.ended) == open_.choices:
+                self._handed_over(open_.key, delta.finish)
                 self._end(open_, delta.finish)
 
     def _end(self, open_: _Open, finish: Finish) -> None:
@@ -748,11 +900,11 @@ async def _serve(
     began_s: float,
 ) -> None:
     server = Service("worker", config.address, metrics_address=config.metrics_address, tls=certificates)
-    servicer = WorkerService(config, engine, server.registry)
+    servicer = WorkerService(config, engine, server.registry, tls=certificates)
     server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, FULL_NAME)
     if config.trtllm_service:
         _add_trtllm_service(server, servicer, folder)
-    scheduler, cache = _links(config, model, servicer, lambda: server.address, certificates, began_s)
+    scheduler, cache = _links(config, model, servicer, engine, lambda: server.address, certificates, began_s)
     publishing: list[asyncio.Task[None]] = []
     await server.start()
 
@@ -796,6 +948,7 @@ def _links(
     config: WorkerConfig,
     model: str,
     servicer: WorkerService,
+    engine: Engine,
     address: Callable[[], str],
     certificates: Tls | None,
     began_s: float,
@@ -808,6 +961,8 @@ def _links(
             address=config.advertise or address(),
             description=servicer.description,
             startup_s=startup_s(),
+            role=_ROLES[config.role],
+            kv_token_bytes=engine.kv_token_bytes,
         )
 
     ready_s: list[float] = []

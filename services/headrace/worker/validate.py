@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from headrace.errors import error
 from headrace.v1 import types_pb2, worker_pb2
@@ -16,6 +17,8 @@ from headrace.worker.engine import Guided, Handoff, LogprobOptions, Request, Sam
 
 _MAX_TOP_LOGPROBS = 100
 _MAX_STOP_IDS = 1024
+#: Of a hand-off that the router names.
+_MAX_REFERENCE = 256
 
 
 class _Bad(Exception):
@@ -35,6 +38,29 @@ def request_of(
         return _request(submit, key, description, now)
     except _Bad as bad:
         return bad.error
+
+
+def begun(request: Request, ids: list[int], description: types_pb2.ModelDescription) -> Request | types_pb2.Error:
+    """The same with the first ids of its answer, which another worker has drawn; ``max_tokens`` may be 0 then."""
+    try:
+        if ids and (largest := max(ids)) >= description.vocab_size:
+            raise _Bad("proceed", f"id {largest} is not below the vocabulary's size, {description.vocab_size}")
+        if len(ids) > request.stopping.max_tokens:
+            raise _Bad("proceed", f"{len(ids)} ids; max_tokens is {request.stopping.max_tokens}")
+    except _Bad as bad:
+        return bad.error
+    stopping = replace(
+        request.stopping,
+        max_tokens=request.stopping.max_tokens - len(ids),
+        min_tokens=max(0, request.stopping.min_tokens - len(ids)),
+    )
+    return replace(
+        request,
+        prompt_ids=[*request.prompt_ids, *ids],
+        stopping=stopping,
+        resumed_tokens=request.resumed_tokens + len(ids),
+        handoff=None,
+    )
 
 
 def malformed(guided: Guided) -> types_pb2.Error | None:
@@ -91,15 +117,20 @@ def _handoff(submit: worker_pb2.Submit, description: types_pb2.ModelDescription)
         raise _unsupported("handoff", "KV hand-off", "kv_handoff")
     if len(submit.sampling.seeds) > 1:
         raise _Bad("n", f"a KV hand-off is of one choice, got {len(submit.sampling.seeds)}")
+    if submit.bypass_prefix_cache or submit.logprobs.prompt:
+        raise _Bad("handoff", "a KV hand-off is not for a request that is to be computed whole in one place")
     if submit.handoff.WhichOneof("role") == "produce":
+        if len(submit.handoff.produce.reference) > _MAX_REFERENCE:
+            raise _Bad("handoff", f"its reference is longer than {_MAX_REFERENCE}")
         return Handoff()
+    if not submit.handoff.HasField("fetch"):
+        raise _Bad("handoff", "a KV hand-off needs a role")
     fetch = submit.handoff.fetch
-    if not fetch.reference:
-        raise _Bad("handoff", "a KV hand-off needs a role, and what is fetched a reference")
     if fetch.kv_state_tag != description.kv_state_tag:
         text = f"KV of {fetch.kv_state_tag!r} is of no use here, where it is {description.kv_state_tag!r}"
         raise _Bad("handoff", text, types_pb2.ERROR_CODE_UNSUPPORTED)
-    return Handoff(fetch.reference)
+    # Whether an engine fetches for itself shows later.
+    return None
 
 
 def _prompt(submit: worker_pb2.Submit, description: types_pb2.ModelDescription) -> list[int]:

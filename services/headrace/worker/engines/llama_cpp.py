@@ -28,7 +28,7 @@ from headrace.worker.composer import Chunk, Drawn, Limits, Sequence, Step
 from headrace.worker.engine import Guided, Request, TokenLogprobs
 from headrace.worker.engines.llama_api import MAX_SEQUENCES, Context, Grammar
 from headrace.worker.guided import GuidedCompiler
-from headrace.worker.kv import CopyLane, LoadBlock, SaveBlock, TrimLane
+from headrace.worker.kv import CopyLane, FillPlace, LoadBlock, SaveBlock, TrimLane
 from headrace.worker.loop import Interrupted
 from headrace.worker.sampling import Floats, Sampler, logprobs_of
 
@@ -52,6 +52,8 @@ class LlamaBackend:
         self._context: Context | None = None
         #: A row for each place in which a block's KV can be kept.
         self._kept = np.empty((0, 0), np.uint8)
+        #: See ``Backend``; KV that comes is put where KV is kept.
+        self.kv_block_bytes = 0
         #: Ready to be copied; the engine's thread takes them by what the request asked for.
         self._grammars: OrderedDict[Guided, Grammar] = OrderedDict()
 
@@ -92,6 +94,8 @@ class LlamaBackend:
         # Pages of it are taken from the system when they are first written.
         block_bytes = self._context.state_bytes(min(config.block_tokens, config.kv_tokens))
         self._kept = np.empty((config.prefix_cache_mib * 2**20 // block_bytes, block_bytes), np.uint8)
+        if config.kv_tokens >= config.block_tokens and len(self._kept):
+            self.kv_block_bytes = block_bytes
         return replace(limits, keep_beside=len(self._kept))
 
     def describe(self) -> types_pb2.ModelDescription:
@@ -111,9 +115,10 @@ class LlamaBackend:
                 guided=["json_schema", "json_object", "regex", "grammar", "choice"],
                 logprobs=True,
                 prompt_logprobs=True,
+                kv_handoff=self.kv_block_bytes > 0,
             ),
             # llama.cpp takes a state of other weights without a word: the tag must tell them apart.
-            kv_state_tag=f"llama_cpp-{release}-{folder.weights_sha256[:16]}-f16",
+            kv_state_tag=f"llama_cpp-{release}-{folder.weights_sha256[:16]}-f16-{self._config.block_tokens}",
         )
 
     async def check(self, request: Request) -> types_pb2.Error | None:
@@ -175,6 +180,8 @@ class LlamaBackend:
                     context.save(lane, start, end, self._kept[place])
                 case LoadBlock(lane, place, start, end):
                     context.load(lane, start, end, self._kept[place])
+                case FillPlace(place, _, kv):
+                    self._kept[place] = np.frombuffer(kv, np.uint8)
         if step.empty:
             return Drawn([])
         size, outputs = self._fill(context, step)
@@ -187,6 +194,14 @@ class LlamaBackend:
             reason = "it has no room in its KV" if code == 1 else f"code {code}"
             raise EngineError(f"llama.cpp could not compute a step of {size} tokens: {reason}")
         return self._draw(step, context.logits(outputs))
+
+    def read_block(self, lane: int, start: int, end: int) -> bytes:
+        """See ``Backend.read_block``."""
+        context = self._context
+        assert context is not None
+        kv = np.empty(self.kv_block_bytes, np.uint8)
+        context.save(lane, start, end, kv)
+        return kv.tobytes()
 
     def _fill(self, context: Context, step: Step) -> tuple[int, int]:
         """Writes the step into the batch; its places, and those of them that give logits."""

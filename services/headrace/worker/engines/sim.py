@@ -11,20 +11,30 @@ consistent in themselves.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import zlib
 from collections.abc import Callable
+from collections.abc import Sequence as Ids
 
 from headrace.config import WorkerConfig
+from headrace.errors import EngineError
 from headrace.models import ModelFolder
 from headrace.v1 import types_pb2
 from headrace.worker.composer import Chunk, Drawn, Limits, Sequence, Step
 from headrace.worker.engine import Request, TokenLogprobs
+from headrace.worker.kv import FillPlace
 from headrace.worker.loop import Interrupted
 from headrace.worker.timing import Timing
 from headrace.worker.validate import malformed
 
 _MASK = (1 << 64) - 1
+#: Of a block's KV, which is none: only its name.
+_KV_BYTES = 32
+
+
+def _kv_of(ids: Ids[int]) -> bytes:
+    return hashlib.blake2b(b",".join(b"%d" % token for token in ids), digest_size=_KV_BYTES).digest()
 
 
 def mix(value: int) -> int:
@@ -72,6 +82,10 @@ class SimBackend:
         self._vocab_size = folder.vocab_size if folder else vocab_size
         self._eos_ids = folder.eos_ids if folder else eos_ids
         self._output_tokens = output_tokens
+        #: See ``Backend``.
+        self.kv_block_bytes = _KV_BYTES
+        #: What was last computed on each lane.
+        self._texts: dict[int, list[int]] = {}
         self._broken_off = threading.Event()
         self._wait = wait or self._broken_off.wait
 
@@ -94,16 +108,26 @@ class SimBackend:
                 guided=["json_schema", "json_object", "regex", "grammar", "choice"],
                 logprobs=True,
                 prompt_logprobs=True,
+                kv_handoff=True,
                 batch_invariant=True,
             ),
+            kv_state_tag=f"sim-{self._limits.block_tokens}",
         )
 
     async def check(self, request: Request) -> types_pb2.Error | None:
         """The form of what guides it."""
         return malformed(request.guided) if request.guided is not None else None
 
+    def read_block(self, lane: int, start: int, end: int) -> bytes:
+        """Made up: the block's ids, so that what comes elsewhere can be held against them."""
+        return _kv_of(self._texts[lane][start:end])
+
     def execute(self, step: Step) -> Drawn:
         """Waits, then draws."""
+        for operation in step.operations:
+            if isinstance(operation, FillPlace) and operation.kv != _kv_of(operation.ids):
+                raise EngineError("KV came that is another block's")
+        self._texts.update((chunk.lane.id, chunk.sequence.ids) for chunk in step.chunks)
         decoding = sum(len(sequence.ids) for sequence in step.decodes)
         chunks = [(chunk.count, chunk.start) for chunk in step.chunks]
         duration = self._timing.step(len(step.decodes), decoding, chunks)
