@@ -1,0 +1,230 @@
+"""Files and batches on disk: tenants apart, leases, each line once, and what a crash leaves."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.batches.store import Answer, Batch, Bounds, Claim, Facts, File, LeaseLost, LineError, Store, StoreError
+
+BOUNDS = Bounds(max_files=3, max_open_batches=2)
+LEASE_S = 10.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "batches", BOUNDS)
+    yield store
+    store.close()
+
+
+def upload(store: Store, tenant: str, name: str, content: bytes = b"{}\n", expires_s: int | None = None) -> File:
+    store.begin_upload(tenant, name).write_bytes(content)
+    file = File(name, "batch", f"{name}.jsonl", len(content), 100, expires_s)
+    store.add_file(tenant, file)
+    return file
+
+
+def add(store: Store, tenant: str, name: str, input_file: str, expires_s: int = 10_000) -> Batch:
+    facts = Facts("/v1/completions", input_file, "24h", 100, expires_s, {"about": "tests"})
+    batch = Batch(name, tenant, "validating", facts)
+    store.add_batch(batch, 100.0)
+    return batch
+
+
+def names() -> Callable[[], str]:
+    count = itertools.count(1)
+    return lambda: f"file-out{next(count)}"
+
+
+def claim(store: Store, owner: str = "me", now_s: float = 100.0) -> Claim:
+    found = store.claim(owner, now_s, LEASE_S)
+    assert found is not None
+    return found
+
+
+def test_a_tenant_sees_its_own_files_only(store: Store) -> None:
+    file = upload(store, "one", "file-1", b"secret\n")
+    assert store.get_file("one", "file-1", 100.0) == file
+    assert store.path(file).read_bytes() == b"secret\n"
+    assert store.path(file).stat().st_mode & 0o077 == 0 or (store.path(file).parent.stat().st_mode & 0o077) == 0
+    assert store.list_files("two", 100.0, after="", limit=10) == ([], False)
+    for call in (
+        lambda: store.get_file("two", "file-1", 100.0),
+        lambda: store.delete_file("two", "file-1", 100.0),
+        lambda: add(store, "two", "batch-x", "file-1"),
+        lambda: store.list_files("two", 100.0, after="file-1", limit=1),
+    ):
+        with pytest.raises(StoreError) as refused:
+            call()
+        assert refused.value.kind == "not_found"
+
+
+def test_pages_have_an_order_and_say_whether_there_is_more(store: Store) -> None:
+    for name in ("a", "b", "c"):
+        upload(store, "one", name)
+
+    def page(**how: object) -> tuple[list[str], bool]:
+        files, more = store.list_files("one", 100.0, **{"after": "", "limit": 2} | how)  # type: ignore[arg-type]
+        return [file.id for file in files], more
+
+    assert page() == (["c", "b"], True)
+    assert page(after="b") == (["a"], False)
+    assert page(ascending=True, after="a") == (["b", "c"], False)
+    assert page(purpose="batch_output") == ([], False)
+
+
+def test_a_tenant_has_bounds(store: Store) -> None:
+    for name in ("a", "b", "c"):
+        upload(store, "one", name)
+    with pytest.raises(StoreError, match="the limit is 3") as refused:
+        store.begin_upload("one", "d")
+    assert refused.value.kind == "limit"
+    store.begin_upload("two", "d")
+    add(store, "one", "batch-1", "a")
+    add(store, "one", "batch-2", "a")
+    with pytest.raises(StoreError, match="the limit is 2"):
+        add(store, "one", "batch-3", "a")
+
+
+def test_each_line_has_one_answer_whoever_gives_it(store: Store) -> None:
+    upload(store, "one", "file-1")
+    add(store, "one", "batch-1", "file-1")
+    first = claim(store, "first")
+    assert store.begin(first, 3, 101.0).status == "in_progress"
+    batch = store.add_answers(first, [Answer(1, True, b"by the first", 5, 2, 3), Answer(0, False, b"wrong")])
+    assert (batch.total, batch.completed, batch.failed) == (3, 1, 1)
+    assert (batch.prompt_tokens, batch.cached_prompt_tokens, batch.completion_tokens) == (5, 2, 3)
+    # Its lease ran out, and another has taken over.
+    assert store.claim("second", 105.0, LEASE_S) is None
+    second = claim(store, "second", 111.0)
+    assert store.answered_lines(second) == {0, 1}
+    for call in (
+        lambda: store.add_answers(first, [Answer(2, True, b"too late")]),
+        lambda: store.renew(first, 112.0, LEASE_S),
+        lambda: store.finalize(first, "completed", names(), 112.0, 0.0),
+    ):
+        with pytest.raises(LeaseLost):
+            call()
+    store.release(first)
+    assert store.claim("third", 112.0, LEASE_S) is None, "who has lost a lease gives none back"
+    batch = store.add_answers(second, [Answer(1, True, b"again", 5, 2, 3), Answer(2, True, b"by the second", 5, 0, 3)])
+    assert (batch.completed, batch.failed, batch.completion_tokens) == (2, 1, 6)
+    batch = store.finalize(second, "completed", names(), 113.0, 0.0)
+    assert batch.status == "completed"
+    output = store.get_file("one", batch.facts.output_file_id, 200.0)
+    assert (output.purpose, output.bytes) == ("batch_output", len(b"by the first\nby the second\n"))
+    assert store.path(output).read_bytes() == b"by the first\nby the second\n"
+    assert store.path(store.get_file("one", batch.facts.error_file_id, 200.0)).read_bytes() == b"wrong\n"
+    assert store.claim("third", 9_999.0, LEASE_S) is None
+
+
+def test_finalising_again_after_a_crash_makes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path / "batches", BOUNDS)
+    upload(store, "one", "file-1")
+    add(store, "one", "batch-1", "file-1")
+    mine = claim(store)
+    store.begin(mine, 1, 101.0)
+    store.add_answers(mine, [Answer(0, True, b"answer")])
+    monkeypatch.setattr(Store, "_insert_file", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        store.finalize(mine, "completed", names(), 102.0, 60.0)
+    monkeypatch.undo()
+    store.close()
+    store = Store(tmp_path / "batches", BOUNDS)
+    assert [path.name for path in (tmp_path / "batches" / "files").iterdir()] == ["file-1"], "no row speaks of it"
+    again = claim(store, "other", 103.0)
+    assert again.batch.facts.ending == "completed"
+    batch = store.finalize(again, "expired", names(), 103.0, 60.0)
+    assert (batch.status, batch.facts.output_file_id, batch.facts.error_file_id) == ("completed", "file-out1", "")
+    assert store.get_file("one", "file-out1", 103.0).expires_s == 163
+    store.close()
+
+
+def test_an_input_stays_while_it_is_read(store: Store) -> None:
+    upload(store, "one", "file-1", expires_s=150)
+    add(store, "one", "batch-1", "file-1")
+    with pytest.raises(StoreError, match="batch-1") as refused:
+        store.delete_file("one", "file-1", 101.0)
+    assert refused.value.kind == "invalid"
+    mine = claim(store)
+    assert store.expire(200.0, 1e9) == 0
+    assert store.input_path(mine.batch).exists()
+    store.refuse(mine, [LineError("empty_file", "no line")], 201.0)
+    assert store.expire(202.0, 1e9) == 1
+    assert not store.input_path(mine.batch).exists()
+    failed = store.get_batch("one", "batch-1")
+    assert (failed.status, failed.facts.errors) == ("failed", (LineError("empty_file", "no line"),))
+    assert store.expire(1000.0, 60.0) == 1
+    assert store.list_batches("one", after="", limit=5) == ([], False)
+
+
+def test_cancelling_is_heard_of_at_the_next_renewal(store: Store) -> None:
+    upload(store, "one", "file-1")
+    add(store, "one", "batch-1", "file-1")
+    mine = claim(store)
+    store.begin(mine, 2, 101.0)
+    store.add_answers(mine, [Answer(0, True, b"answer")])
+    with pytest.raises(StoreError):
+        store.cancel("two", "batch-1", 102.0)
+    assert store.cancel("one", "batch-1", 102.0).status == "cancelling"
+    assert store.cancel("one", "batch-1", 103.0).facts.cancelling_s == 102
+    assert store.renew(mine, 104.0, LEASE_S).status == "cancelling"
+    batch = store.finalize(mine, "cancelled", names(), 105.0, 0.0)
+    assert (batch.status, batch.facts.cancelled_s) == ("cancelled", 105)
+    assert store.path(store.get_file("one", batch.facts.output_file_id, 105.0)).read_bytes() == b"answer\n"
+    with pytest.raises(StoreError, match="cancelled cannot be cancelled"):
+        store.cancel("one", "batch-1", 106.0)
+
+
+def test_tenants_take_turns_and_what_only_ends_does_not_wait(store: Store) -> None:
+    for tenant in ("one", "two"):
+        upload(store, tenant, f"file-{tenant}")
+    add(store, "one", "batch-1", "file-one")
+    add(store, "one", "batch-2", "file-one")
+    add(store, "two", "batch-3", "file-two")
+    assert [claim(store).batch.id for _ in range(2)] == ["batch-1", "batch-3"]
+    assert store.claim("me", 100.0, LEASE_S, ending=True) is None
+    store.cancel("one", "batch-2", 100.0)
+    found = store.claim("me", 100.0, LEASE_S, ending=True)
+    assert found is not None
+    assert found.batch.id == "batch-2"
+    assert store.claim("me", 1e6, LEASE_S) is None, "what is its own it does not claim again"
+
+
+def test_a_folder_is_one_processes_and_goes_on_at_once_after_it(tmp_path: Path) -> None:
+    folder = tmp_path / "batches"
+    store = Store(folder, BOUNDS)
+    with pytest.raises(StoreError, match="another router") as refused:
+        Store(folder, BOUNDS)
+    assert refused.value.kind == "busy"
+    upload(store, "one", "file-1")
+    add(store, "one", "batch-1", "file-1")
+    claim(store)
+    (folder / "uploads" / "file-cut").write_bytes(b"half")
+    (folder / "files" / "file-lost").write_bytes(b"whole, but never told of")
+    store.close()
+    store = Store(folder, BOUNDS)
+    assert os.listdir(folder / "uploads") == []
+    assert os.listdir(folder / "files") == ["file-1"]
+    assert claim(store, "next").batch.id == "batch-1", "its owner is gone with the lock"
+    store.close()
+
+
+def test_a_full_disk_is_said_so_and_nothing_half_is_kept(store: Store) -> None:
+    upload(store, "one", "file-1")
+    add(store, "one", "batch-1", "file-1")
+    mine = claim(store)
+    store.begin(mine, 1, 101.0)
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreError, match="takes no more") as refused:
+        store.add_answers(mine, [Answer(0, True, b"x" * 1_000_000)])
+    assert refused.value.kind == "full"
+    store._db.execute("PRAGMA max_page_count = 1000000")
+    assert store.answered_lines(mine) == set()
+    assert store.add_answers(mine, [Answer(0, True, b"x" * 1_000_000)]).completed == 1
