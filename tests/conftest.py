@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,9 @@ import pytest
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+# What a one-box mesh keeps from run to run is not the user's own.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="headrace-tests-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -41,6 +41,8 @@ pub enum ErrorCode {
     Cancelled = 14,
     /// A fault of our own.
     Internal = 15,
+    /// No file or batch has that name.
+    NotFound = 16,
 }
 
 /// The statuses of gRPC that we use, by their numbers.
@@ -69,7 +71,7 @@ pub enum GrpcCode {
 
 impl ErrorCode {
     /// The whole list.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::InvalidArgument,
         Self::ContextLengthExceeded,
         Self::ModelNotFound,
@@ -85,6 +87,7 @@ impl ErrorCode {
         Self::Unsupported,
         Self::Cancelled,
         Self::Internal,
+        Self::NotFound,
     ];
 
     /// The code with that number of `headrace.v1.ErrorCode`. A number that is not on the list (a newer peer's) is a fault
@@ -108,7 +111,7 @@ impl ErrorCode {
     pub fn grpc(self) -> GrpcCode {
         match self {
             Self::InvalidArgument | Self::ContextLengthExceeded | Self::Unsupported => GrpcCode::InvalidArgument,
-            Self::ModelNotFound => GrpcCode::NotFound,
+            Self::ModelNotFound | Self::NotFound => GrpcCode::NotFound,
             Self::TooLarge | Self::Overloaded | Self::RateLimitExceeded => GrpcCode::ResourceExhausted,
             Self::Unauthenticated => GrpcCode::Unauthenticated,
             Self::PermissionDenied => GrpcCode::PermissionDenied,
@@ -147,7 +150,7 @@ impl ErrorCode {
             Self::InvalidArgument | Self::ContextLengthExceeded | Self::TooLarge | Self::Unsupported => {
                 "invalid_request_error"
             }
-            Self::ModelNotFound => "not_found_error",
+            Self::ModelNotFound | Self::NotFound => "not_found_error",
             Self::Unauthenticated => "authentication_error",
             Self::PermissionDenied => "permission_error",
             Self::Overloaded | Self::RateLimitExceeded => "rate_limit_error",
@@ -167,6 +170,7 @@ impl ErrorCode {
             Self::InvalidArgument => "invalid_argument",
             Self::ContextLengthExceeded => "context_length_exceeded",
             Self::ModelNotFound => "model_not_found",
+            Self::NotFound => "not_found",
             Self::TooLarge => "too_large",
             Self::Unauthenticated => "unauthenticated",
             Self::PermissionDenied => "permission_denied",
@@ -190,6 +194,7 @@ impl ErrorCode {
             Self::InvalidArgument
             | Self::ContextLengthExceeded
             | Self::ModelNotFound
+            | Self::NotFound
             | Self::TooLarge
             | Self::Unauthenticated
             | Self::PermissionDenied
@@ -381,8 +386,8 @@ mod tests {
         numbers.dedup();
         names.sort_unstable();
         names.dedup();
-        assert_eq!((numbers.len(), names.len()), (15, 15));
-        assert_eq!(numbers, (1..=15).collect::<Vec<_>>());
+        assert_eq!((numbers.len(), names.len()), (16, 16));
+        assert_eq!(numbers, (1..=16).collect::<Vec<_>>());
         assert_eq!(ErrorCode::from_number(99), ErrorCode::Internal);
     }
 

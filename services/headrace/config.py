@@ -455,6 +455,38 @@ class TenantsConfig:
 
 
 @dataclass(frozen=True)
+class BatchesConfig:
+    """Files and batches: work that waits behind everything else."""
+
+    data_dir: str = setting(
+        # `headrace up` has one of its own. A router that nobody told where to keep clients' files keeps none.
+        "",
+        "folder of this router's own for files, batches and their answers; empty = it keeps none",
+    )
+    max_file_bytes: int = setting(200 * 2**20, "largest file", minimum=1)
+    max_lines: int = setting(50_000, "requests in one file", minimum=1, maximum=1_000_000)
+    max_line_bytes: int = setting(2**20, "longest line of a file", minimum=64, maximum=2**30)
+    max_files: int = setting(
+        1000, "files that one tenant may keep, those of answers too; then it must delete some", minimum=1
+    )
+    max_open_batches: int = setting(64, "batches of one tenant that are not finished", minimum=1)
+    keep_files_s: float = setting(
+        30 * 86_400.0, "how long files are kept when nothing else is asked for; 0 = until they are deleted", minimum=0.0
+    )
+    max_lines_at_once: int = setting(
+        # A bound, not an aim: how many run follows from what brings more tokens a second.
+        256,
+        "lines under way at once, of all batches",
+        minimum=1,
+        maximum=16_384,
+    )
+    max_batches_at_once: int = setting(4, "batches run side by side; others wait, tenants take turns", minimum=1)
+    lease_s: float = setting(
+        5.0, "a runner that says nothing for so long has lost its batches to others", minimum=0.5, maximum=600.0
+    )
+
+
+@dataclass(frozen=True)
 class TlsConfig:
     """TLS. With the three files, every link is mutual TLS and the router's doors speak TLS; without: plain text."""
 
@@ -486,6 +518,7 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
 
     def model(self, name: str) -> ModelConfig:
         """The model of that name. Raises ConfigError when there is none."""

@@ -16,6 +16,8 @@ import re
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
 
 from headrace.errors import HeadraceError
 
@@ -214,11 +216,19 @@ class Connection:
         self._port = port
         self._tls = tls
         self._server_name = (server_name or host) if tls is not None else None
+        self._socket: Path | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._first = b""
         #: Of the answer under way, or the last one.
         self.response = ResponseParser()
+
+    @classmethod
+    def to_socket(cls, socket: Path) -> Self:
+        """A connection to a server on this machine, by the path of its socket."""
+        connection = cls("localhost", 0)
+        connection._socket = socket
+        return connection
 
     async def send(self, method: str, path: str, body: bytes = b"", headers: tuple[str, ...] = ()) -> None:
         """Write a request and read its answer up to the end of its head. Raises HttpError or OSError."""
@@ -234,7 +244,9 @@ class Connection:
             # Kept too long: the server has closed it meanwhile. Later than here a request isn't sent again, as the
             # server may have read it.
             await self.close()
-        if self._writer is None:
+        if self._writer is None and self._socket is not None:
+            self._reader, self._writer = await asyncio.open_unix_connection(self._socket, limit=_READ_BYTES)
+        elif self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(
                 self._host, self._port, limit=_READ_BYTES, ssl=self._tls, server_hostname=self._server_name
             )

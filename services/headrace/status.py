@@ -26,4 +26,5 @@ STATUS: dict[types_pb2.ErrorCode, grpc.StatusCode] = {
     types_pb2.ERROR_CODE_UNSUPPORTED: grpc.StatusCode.INVALID_ARGUMENT,
     types_pb2.ERROR_CODE_CANCELLED: grpc.StatusCode.CANCELLED,
     types_pb2.ERROR_CODE_INTERNAL: grpc.StatusCode.INTERNAL,
+    types_pb2.ERROR_CODE_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
 }

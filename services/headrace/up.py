@@ -163,6 +163,7 @@ def effective_config(
         "scheduler.metrics_address": "127.0.0.1:0",
         "cache.address": "127.0.0.1:0",
         "cache.metrics_address": "127.0.0.1:0",
+        "batches.data_dir": str(state_folder() / "batches"),
     }
     more = [f"worker.engine={engine}"] if engine else []
     config = configuration.load(path, (*overrides, *more), base)
@@ -177,6 +178,12 @@ def effective_config(
     if not model or model in known:
         return config
     return _with_model_at(config, model)
+
+
+def state_folder() -> Path:
+    """Where a one-box mesh keeps what it must not forget: ``$XDG_STATE_HOME/headrace``, else ``~/.local/state``."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "headrace"
 
 
 def _with_model_at(config: Config, where: str) -> Config:

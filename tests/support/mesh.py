@@ -155,6 +155,7 @@ class Mesh:
         tls: dict[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         tenants: dict[str, Any] | None = None,
+        batches: dict[str, Any] | None = None,
     ) -> None:
         """`sources` are further models by name, as a configuration gives them; `worker` starts a real worker, with
         `environment` beside this process's.
@@ -181,6 +182,7 @@ class Mesh:
             "telemetry": {"otlp_endpoint": otlp_endpoint, "log_level": "warning"},
             "tls": tls or {},
             "tenants": tenants or {},
+            "batches": batches or {},
         }
         self.processes: dict[str, Process] = {}
         self.ready: dict[str, dict[str, str]] = {}

@@ -132,7 +132,8 @@ async def test_a_batch_is_answered_in_its_order(bench: Bench) -> None:
     assert (batch.facts.error_file_id, runner.lines_under_way) == ("", 0)
 
 
-async def test_what_fails_goes_to_the_error_file(bench: Bench) -> None:
+async def test_what_fails_goes_to_the_error_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.batches.runner.LOST_WAIT_S", 0.01)
     bench.runner()
     bench.door.say = lambda prompt, _: {"bad": 400, "lost": 502, "broken": 500}.get(prompt, 200)
     batch = await bench.ends(bench.add(["ok", "bad", "lost", "fine", "broken"]))

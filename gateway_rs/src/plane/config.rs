@@ -37,6 +37,21 @@ pub struct PlaneConfig {
     /// None: everything in plain text.
     #[serde(default)]
     pub tls: Option<TlsConfig>,
+    /// None: no batches are kept here.
+    #[serde(default)]
+    pub batches: Option<BatchesConfig>,
+}
+
+/// Sockets in a folder of this process's own, to which nobody else has access: who speaks there need not prove who it is.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BatchesConfig {
+    /// Where this process's Python side answers `headrace.v1.BatchService`.
+    pub service: PathBuf,
+    /// Where it asks in tenants' names: the HTTP API, without keys.
+    pub door: PathBuf,
+    /// Of one file.
+    pub max_file_bytes: u64,
 }
 
 /// What becomes of a special token's text in what clients put into a conversation.

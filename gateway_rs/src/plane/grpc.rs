@@ -68,6 +68,7 @@ pub async fn serve(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tls
         .add_service(health)
         .add_service(reflection)
         .add_service(reflection_alpha)
+        .add_service(super::batches::grpc::service(plane.clone()))
         .add_service(inference);
     let closed = closing.clone().cancelled_owned();
     let timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
@@ -454,7 +455,8 @@ fn chat(asked: proto::Chat) -> Result<ChatPrompt, ApiError> {
     raw.normalise()
 }
 
-fn text<'a>(metadata: &'a MetadataMap, key: &str) -> &'a str {
+/// A value of the metadata; empty when there is none.
+pub fn text<'a>(metadata: &'a MetadataMap, key: &str) -> &'a str {
     metadata
         .get(key)
         .and_then(|value| value.to_str().ok())

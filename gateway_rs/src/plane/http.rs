@@ -11,11 +11,12 @@ use axum::{
     extract::{Path, Request, State},
     http::{
         header::{AUTHORIZATION, CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER},
-        HeaderMap, HeaderValue, StatusCode,
+        request::Parts,
+        Extensions, HeaderMap, HeaderValue, StatusCode,
     },
     response::Response,
     routing::{get, post},
-    Router,
+    Extension, Router,
 };
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
@@ -48,6 +49,17 @@ const CACHE: &str = "x-headrace-cache";
 const SESSION: &str = "x-headrace-session";
 const CACHED: &str = "x-headrace-cached";
 const REQUEST_ID: &str = "x-request-id";
+/// At the inner door: in whose name, its bytes in hexadecimal digits. Elsewhere it means nothing.
+const TENANT: &str = "x-headrace-tenant";
+
+/// That a request came by the inner door, where tenants are named and bring no keys.
+#[derive(Clone, Copy)]
+struct Inner;
+
+/// The inner door, for this process's own work in tenants' names.
+pub fn inner_routes(plane: Arc<Plane>) -> Router {
+    routes(plane).layer(Extension(Inner))
+}
 
 /// Every path of the door.
 pub fn routes(plane: Arc<Plane>) -> Router {
@@ -70,6 +82,7 @@ pub fn routes(plane: Arc<Plane>) -> Router {
             "/detokenize",
             post(|State(plane): SharedPlane, request: Request| wrap_detokenize(plane, request)),
         )
+        .merge(super::batches::http::routes())
         .route("/health", get(health))
         .route("/live", get(|| async { json(StatusCode::OK, r#"{"status":"live"}"#) }))
         .route("/metrics", get(metrics))
@@ -85,22 +98,23 @@ async fn generate(plane: Arc<Plane>, kind: AnswerKind, request: Request) -> Resp
     let arrived = Instant::now();
     let (parts, body) = request.into_parts();
     let request_id = request_id(header(&parts.headers, REQUEST_ID));
-    let answered = answer(&plane, kind, &parts.headers, body, &request_id, arrived).await;
+    let answered = answer(&plane, kind, &parts, body, &request_id, arrived).await;
     with_request_id(answered.unwrap_or_else(|error| failure(&error)), &request_id)
 }
 
 async fn answer(
     plane: &Arc<Plane>,
     kind: AnswerKind,
-    headers: &HeaderMap,
+    parts: &Parts,
     body: Body,
     request_id: &str,
     arrived: Instant,
 ) -> Result<Response, ApiError> {
     plane.admit()?;
+    let headers = &parts.headers;
     let drafted = async {
         // Before its body: who is not known sends us nothing.
-        let tenant = identify(plane, headers)?;
+        let tenant = identify(plane, headers, &parts.extensions)?;
         let body = read(plane, headers, body).await?;
         Ok((draft(plane, kind, headers, body).await?, tenant))
     };
@@ -189,12 +203,25 @@ fn mark_cached(response: &mut Response, cached: bool) {
     }
 }
 
-fn identify(plane: &Plane, headers: &HeaderMap) -> Result<Arc<Tenant>, ApiError> {
+/// Who asks. Errors: UNAUTHENTICATED.
+pub fn identify(plane: &Plane, headers: &HeaderMap, extensions: &Extensions) -> Result<Arc<Tenant>, ApiError> {
+    if extensions.get::<Inner>().is_some() {
+        return plane.tenants.named(&from_hex(header(headers, TENANT)));
+    }
     plane.tenants.identify(header(headers, AUTHORIZATION.as_str()))
 }
 
+fn from_hex(text: &str) -> String {
+    let digits = text
+        .as_bytes()
+        .chunks(2)
+        .map(|pair| std::str::from_utf8(pair).unwrap_or_default());
+    let bytes: Vec<u8> = digits.map_while(|pair| u8::from_str_radix(pair, 16).ok()).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
 /// The whole body, within its bounds of size and time.
-async fn read(plane: &Plane, headers: &HeaderMap, body: Body) -> Result<Bytes, ApiError> {
+pub async fn read(plane: &Plane, headers: &HeaderMap, body: Body) -> Result<Bytes, ApiError> {
     let kind = header(headers, CONTENT_TYPE.as_str())
         .split(';')
         .next()
@@ -261,7 +288,7 @@ async fn wrap_tokenize(plane: Arc<Plane>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let result = async {
         plane.admit()?;
-        let tenant = identify(&plane, &parts.headers)?;
+        let tenant = identify(&plane, &parts.headers, &parts.extensions)?;
         let body = read(&plane, &parts.headers, body).await?;
         let asked = plane.compute.run(body.len(), move || parse_tokenize(&body)).await?;
         let model = plane.model_for(&tenant, &asked.model)?;
@@ -277,7 +304,7 @@ async fn wrap_detokenize(plane: Arc<Plane>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let result = async {
         plane.admit()?;
-        let tenant = identify(&plane, &parts.headers)?;
+        let tenant = identify(&plane, &parts.headers, &parts.extensions)?;
         let body = read(&plane, &parts.headers, body).await?;
         let asked = plane.compute.run(body.len(), move || parse_detokenize(&body)).await?;
         detokenize(plane.model_for(&tenant, &asked.model)?, &asked.ids, false)
@@ -310,8 +337,8 @@ pub fn detokenize(model: &Model, ids: &[u32], skip_special: bool) -> Result<Stri
     Ok(model.tokenizer.decode(ids, skip_special))
 }
 
-async fn models(State(plane): SharedPlane, headers: HeaderMap) -> Response {
-    let tenant = match identify(&plane, &headers) {
+async fn models(State(plane): SharedPlane, request: Request) -> Response {
+    let tenant = match identify(&plane, request.headers(), request.extensions()) {
         Ok(tenant) => tenant,
         Err(error) => return failure(&error),
     };
@@ -327,8 +354,8 @@ async fn models(State(plane): SharedPlane, headers: HeaderMap) -> Response {
     )
 }
 
-async fn model(State(plane): SharedPlane, Path(name): Path<String>, headers: HeaderMap) -> Response {
-    let found = identify(&plane, &headers).and_then(|tenant| {
+async fn model(State(plane): SharedPlane, Path(name): Path<String>, request: Request) -> Response {
+    let found = identify(&plane, request.headers(), request.extensions()).and_then(|tenant| {
         let seen = tenant.sees(&name).then(|| describe(&plane, &name)).flatten();
         seen.ok_or_else(|| ApiError::model_not_found(&name))
     });
@@ -374,7 +401,8 @@ pub fn request_id(asked: &str) -> String {
     }
 }
 
-fn header<'a>(headers: &'a HeaderMap, name: &str) -> &'a str {
+/// A header's value; empty when there is none.
+pub fn header<'a>(headers: &'a HeaderMap, name: &str) -> &'a str {
     asked(headers, name).unwrap_or_default()
 }
 
@@ -389,7 +417,8 @@ fn with_request_id(mut response: Response, request_id: &str) -> Response {
     response
 }
 
-fn json(status: StatusCode, body: impl Into<Body>) -> Response {
+/// An answer in JSON.
+pub fn json(status: StatusCode, body: impl Into<Body>) -> Response {
     let mut response = Response::new(body.into());
     *response.status_mut() = status;
     response
@@ -398,7 +427,8 @@ fn json(status: StatusCode, body: impl Into<Body>) -> Response {
     response
 }
 
-fn failure(error: &ApiError) -> Response {
+/// An error in OpenAI's form.
+pub fn failure(error: &ApiError) -> Response {
     let status = StatusCode::from_u16(error.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = json(status, error.to_openai_json());
     if let Some(seconds) = error.retry_after_s() {

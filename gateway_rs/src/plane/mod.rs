@@ -8,6 +8,7 @@
 //! it), a scan of the fleet, an unbounded queue.
 
 pub mod answer;
+pub mod batches;
 pub mod compute;
 pub mod config;
 mod files;
@@ -40,6 +41,7 @@ use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 
 use self::{
+    batches::Batches,
     compute::Compute,
     config::PlaneConfig,
     links::{cache::Cache, scheduler::Scheduler, worker::Workers},
@@ -71,6 +73,8 @@ pub struct Plane {
     pub cache: Option<Arc<Cache>>,
     /// "Run it."
     pub workers: Arc<Workers>,
+    /// Files and batches; None = they are not kept here.
+    pub batches: Option<Batches>,
     /// Where long bodies and prompts are worked on.
     pub compute: Compute,
     /// For Prometheus.
@@ -125,6 +129,7 @@ impl Plane {
             scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone(), tls.clone(), blocks.clone()),
             cache: (!config.cache.is_empty()).then(|| Cache::start(config.cache.clone(), tls.clone(), blocks)),
             workers: Arc::new(Workers::new(router_id, config.max_unread_tokens, accept, tls)),
+            batches: config.batches.as_ref().map(Batches::start),
             compute,
             series: model_names
                 .iter()

@@ -19,7 +19,7 @@ use hyper_util::{
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    net::{TcpListener, TcpStream},
+    net::{TcpListener, TcpStream, UnixListener},
     runtime::Runtime,
     task::{unconstrained, JoinHandle},
 };
@@ -92,11 +92,15 @@ impl Server {
             .map_err(|error| cannot_listen("router.grpc_address", &config.grpc_address, &error))?;
         let address = |listener: &TcpListener| listener.local_addr().map_err(|error| error.to_string());
         let (http_address, grpc_address) = (address(&http)?, address(&grpc)?);
+        let inner = config.batches.as_ref().map(|batches| {
+            UnixListener::bind(&batches.door).map_err(|error| format!("cannot listen on {:?}: {error}", batches.door))
+        });
+        let inner = inner.transpose()?;
         let plane = Plane::start(config, models, tls.clone(), Compute::new(&computing))?;
         let closing = CancellationToken::new();
         // A turn takes all that wait to be accepted: in turns of a bounded length a burst of clients, each of whom at once
         // has a task of its own before the next turn, fills the queue.
-        let servers = vec![
+        let mut servers = vec![
             tokio::spawn(unconstrained(serve_http(
                 plane.clone(),
                 http,
@@ -105,6 +109,9 @@ impl Server {
             ))),
             tokio::spawn(unconstrained(grpc::serve(plane.clone(), grpc, doors, closing.clone()))),
         ];
+        if let Some(listener) = inner {
+            servers.push(tokio::spawn(serve_inner(plane.clone(), listener, closing.clone())));
+        }
         // Both end with the runtime.
         tokio::spawn(plane.tenants.clone().watch());
         if let Some(tls) = tls {
@@ -173,8 +180,8 @@ fn listen(address: &str) -> io::Result<TcpListener> {
     TcpListener::from_std(socket.into())
 }
 
-async fn serve_http(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tls>>, closing: CancellationToken) {
-    let routes = http::routes(plane.clone());
+/// How HTTP is spoken.
+fn http_builder(plane: &Plane) -> auto::Builder<TokioExecutor> {
     let mut builder = auto::Builder::new(TokioExecutor::new());
     let header_timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
     builder
@@ -191,6 +198,37 @@ async fn serve_http(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tl
         .max_header_list_size(MAX_HEADER_BYTES as u32)
         .keep_alive_interval(Duration::from_secs(30))
         .keep_alive_timeout(Duration::from_secs(10));
+    builder
+}
+
+/// The inner door: for this process's own work, until told to close.
+async fn serve_inner(plane: Arc<Plane>, listener: UnixListener, closing: CancellationToken) {
+    let (routes, builder) = (http::inner_routes(plane.clone()), http_builder(&plane));
+    let graceful = GracefulShutdown::new();
+    loop {
+        let stream = tokio::select! {
+            () = closing.cancelled() => break,
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    log::warn(&format!("cannot accept a connection: {error}"));
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            },
+        };
+        let (routes, builder, watcher) = (routes.clone(), builder.clone(), graceful.watcher());
+        tokio::spawn(async move { serve_connection(stream, &builder, routes, watcher).await });
+    }
+    tokio::select! {
+        () = graceful.shutdown() => {}
+        () = plane.stopped() => {}
+    }
+}
+
+async fn serve_http(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tls>>, closing: CancellationToken) {
+    let (routes, builder) = (http::routes(plane.clone()), http_builder(&plane));
+    let header_timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
     let graceful = GracefulShutdown::new();
     loop {
         let stream = tokio::select! {

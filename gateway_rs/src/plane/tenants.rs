@@ -87,6 +87,7 @@ pub struct Tenants {
 struct Known {
     mark: Mark,
     by_key: HashMap<[u8; 32], Holder>,
+    by_name: HashMap<String, Arc<Tenant>>,
 }
 
 #[derive(Debug)]
@@ -127,6 +128,16 @@ impl Tenants {
             Some(_) => refused("the API key has expired"),
             None => refused("the API key is not known"),
         }
+    }
+
+    /// The tenant of that name, for work that was taken in with its key before. Errors: UNAUTHENTICATED when it is no more.
+    pub fn named(&self, name: &str) -> Result<Arc<Tenant>, ApiError> {
+        match &self.known {
+            None if name.is_empty() => Ok(self.everybody.clone()),
+            None => Err(name),
+            Some(known) => known.read().by_name.get(name).cloned().ok_or(name),
+        }
+        .map_err(|_| ApiError::new(ErrorCode::Unauthenticated, "the tenant is not known any more"))
     }
 
     /// Looks at the file for as long as the process serves.
@@ -202,7 +213,7 @@ fn read(path: &Path) -> Result<Known, String> {
             file.version
         ));
     }
-    let mut by_key = HashMap::new();
+    let (mut by_key, mut by_name) = (HashMap::new(), HashMap::new());
     for (name, entry) in file.tenants {
         let classes = entry.classes.iter().map(|class| {
             Class::from_name(class).ok_or_else(|| format!("{shown}: tenant {name} has an unknown class {class}"))
@@ -214,6 +225,7 @@ fn read(path: &Path) -> Result<Known, String> {
             classes,
             name,
         });
+        by_name.insert(tenant.name.clone(), tenant.clone());
         for key in entry.keys {
             let digest = digest(&key.sha256)
                 .ok_or_else(|| format!("{shown}: tenant {} has a key without a SHA-256", tenant.name))?;
@@ -229,7 +241,7 @@ fn read(path: &Path) -> Result<Known, String> {
             }
         }
     }
-    Ok(Known { mark, by_key })
+    Ok(Known { mark, by_key, by_name })
 }
 
 /// Of 64 hexadecimal digits.
@@ -269,6 +281,8 @@ mod tests {
         let everybody = tenants.identify("").unwrap();
         assert_eq!((everybody.name.as_str(), everybody.prefix_scope()), ("", ""));
         everybody.may("any", Class::Batch).unwrap();
+        assert_eq!(tenants.named("").unwrap(), everybody);
+        assert!(tenants.named("acme").is_err());
     }
 
     #[test]
@@ -281,6 +295,10 @@ mod tests {
         assert_eq!(tenants.identify("Bearer one").unwrap().name, "acme");
         assert_eq!(tenants.identify("bearer  one ").unwrap().prefix_scope(), "acme");
         assert_eq!(tenants.identify("Bearer two").unwrap().prefix_scope(), "");
+        assert_eq!(tenants.named("acme").unwrap().name, "acme");
+        for gone in ["", "other", "one"] {
+            assert_eq!(tenants.named(gone).unwrap_err().code, ErrorCode::Unauthenticated);
+        }
         for header in [
             "",
             "Bearer",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import time
 from collections import deque
@@ -35,6 +36,8 @@ T = TypeVar("T")
 
 #: Times that a line is sent whose answer was lost, or a fault of ours.
 MAX_ATTEMPTS = 5
+#: Before the second time; twice as long before each further one.
+LOST_WAIT_S = 0.25
 #: Between tries of what does not work at all: a disk that is full, a door that is closed.
 RETRY_S = 1.0
 #: Lines read at once.
@@ -60,8 +63,8 @@ class Door(Protocol):
     async def ask(self, tenant: str, endpoint: str, body: bytes, request_id: str) -> Reply:
         """One request of class ``batch``."""
 
-    async def models(self, tenant: str) -> Collection[str]:
-        """The models that it may ask."""
+    async def models(self, tenant: str) -> Collection[str] | None:
+        """The models that it may ask; None when it may ask nothing any more, which each line will be told."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,7 @@ class Runner:
         return await asyncio.to_thread(check)
 
     async def _models(self, tenant: str) -> Collection[str] | None:
-        """Those that it may ask; None when it may ask nothing any more, which each line will be told."""
+        """The door's word, once it answers."""
         while True:
             try:
                 return await self._door.models(tenant)
@@ -326,29 +329,39 @@ class Runner:
             task.add_done_callback(work.on_done)
 
     async def _ask(self, work: _Work, batch: Batch, line: Line, attempt: int) -> None:
+        """A line, once: its answer is to be written, or it is to be sent again."""
         identity = line_id(batch.id, line.number)
-        async with self._at_once:
-            sent_s = self._clock_s()
-            try:
-                reply = await self._door.ask(batch.tenant, batch.facts.endpoint, line.body, identity)
-            except (OSError, HeadraceError) as error:
-                # The door is in our own process: it is closing, or out of descriptors.
-                reply = Reply(503, b"")
-                log.debug("batch %s: the inner door: %s", batch.id, error)
-            except asyncio.CancelledError:
+        try:
+            async with self._at_once:
+                sent_s = self._clock_s()
+                reply = await self._reply(batch, line, identity)
+            now_s = self._clock_s()
+            if reply.status in _LATER:
+                work.pace.pushed_back(reply.retry_after_s, sent_s, now_s)
                 work.again.append((line, attempt))
-                raise
-        now_s = self._clock_s()
-        if reply.status in _LATER:
-            work.pace.pushed_back(reply.retry_after_s, sent_s, now_s)
+            elif reply.status in _LOST and attempt < MAX_ATTEMPTS:
+                await asyncio.sleep(LOST_WAIT_S * 2 ** (attempt - 1))
+                work.again.append((line, attempt + 1))
+            else:
+                answer = lines.answered(line, identity, reply.status, reply.request_id or identity, reply.body)
+                full = len(work.under_way) >= work.pace.limit
+                work.pace.ended(answer.prompt_tokens + answer.completion_tokens, sent_s, now_s, full=full)
+                work.unwritten.append(answer)
+        except asyncio.CancelledError:
             work.again.append((line, attempt))
-        elif reply.status in _LOST and attempt < MAX_ATTEMPTS:
-            work.again.append((line, attempt + 1))
-        else:
-            answer = lines.answered(line, identity, reply.status, reply.request_id or identity, reply.body)
-            full = len(work.under_way) >= work.pace.limit
-            work.pace.ended(answer.prompt_tokens + answer.completion_tokens, sent_s, now_s, full=full)
-            work.unwritten.append(answer)
+            raise
+
+    async def _reply(self, batch: Batch, line: Line, identity: str) -> Reply:
+        try:
+            return await self._door.ask(batch.tenant, batch.facts.endpoint, line.body, identity)
+        except OSError as error:
+            # The door is in our own process: it is closing, or out of descriptors.
+            log.debug("batch %s: the inner door: %s", batch.id, error)
+            return Reply(503, b"")
+        except HeadraceError as error:
+            # An answer that broke off, or is larger than any should be.
+            message = {"message": str(error), "type": "server_error", "param": None, "code": "internal"}
+            return Reply(502, json.dumps({"error": message}).encode())
 
     async def _write(self, work: _Work) -> None:
         """What has come so far, in one transaction; again, when the disk takes no more, until it does."""

@@ -271,10 +271,13 @@ class Store:
 
     def begin_upload(self, tenant: str, file_id: str) -> Path:
         """Where to write a file's bytes before :meth:`add_file`. Raises StoreError."""
+        self._check_files(tenant)
+        return self._uploads / file_id
+
+    def _check_files(self, tenant: str) -> None:
         (count,) = self._db.execute("SELECT COUNT(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()
         if count >= self._bounds.max_files:
             raise StoreError("limit", f"{count} files are kept, the limit is {self._bounds.max_files}: delete some")
-        return self._uploads / file_id
 
     def add_file(self, tenant: str, file: File) -> None:
         """The upload is complete: its bytes lie where :meth:`begin_upload` said, and are on the disk."""
@@ -386,6 +389,8 @@ class Store:
         file = self.get_file(batch.tenant, batch.facts.input_file_id, now_s)
         if file.purpose != "batch":
             raise StoreError("invalid", f"the file's purpose is {file.purpose}, not batch", "input_file_id")
+        # It will add two.
+        self._check_files(batch.tenant)
         with self._change() as db:
             (count,) = db.execute(
                 f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND status IN {OPEN_STATUSES}", (batch.tenant,)

@@ -1,4 +1,4 @@
-"""The router's process: prepare the models, start the data plane, wait for a signal, drain.
+"""The router's process: prepare the models, start the data plane, and batches beside it; wait for a signal, drain.
 
 The request's way itself is ``gateway_rs/src/plane/generation.rs``. What this module leaves to others: signals and the
 ready line (``process.py``), the models' files (``models.py``).
@@ -13,6 +13,9 @@ import json
 import os
 import resource
 import socket
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 from headrace import models
 from headrace._gateway import Router
@@ -20,22 +23,51 @@ from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.process import StopSignals, configure_logging, print_ready
 
+#: Where the data plane asks for files and batches, and where these ask the data plane.
+BATCHES_SOCKET, DOOR_SOCKET = "batches.sock", "door.sock"
+
 
 async def run(config: Config) -> None:
     """Serve until told to stop. Raises ConfigError when a setting is wrong or a port is taken."""
     configure_logging(config.telemetry)
     allow_connections()
-    with StopSignals() as signals:
+    with StopSignals() as signals, tempfile.TemporaryDirectory(prefix="headrace-router-") as folder:
+        # Its mode is 0700: who reaches its sockets is this process, or could be.
+        sockets = Path(folder)
         try:
-            router = await asyncio.to_thread(Router.start, plane_config(config))
+            router = await asyncio.to_thread(Router.start, plane_config(config, sockets))
         except ValueError as error:
             raise ConfigError(str(error)) from error
         try:
-            print_ready("router", http=router.http_address, grpc=router.grpc_address)
-            await signals.stopping.wait()
-            await asyncio.to_thread(router.drain)
+            async with _batches(config, sockets):
+                print_ready("router", http=router.http_address, grpc=router.grpc_address)
+                await signals.stopping.wait()
+                draining = asyncio.create_task(asyncio.to_thread(router.drain))
+            await draining
         finally:
             await asyncio.to_thread(router.stop)
+
+
+@contextlib.asynccontextmanager
+async def _batches(config: Config, sockets: Path) -> AsyncIterator[None]:
+    """Files and batches, where they are kept. What is under way ends within the router's own grace."""
+    if not config.batches.data_dir:
+        yield
+        return
+    # Here, so that a router without batches needs no gRPC of Python's.
+    from headrace.batches.service import BatchService
+
+    service = BatchService(config.batches, router_id(), sockets / DOOR_SOCKET)
+    await service.start(sockets / BATCHES_SOCKET)
+    try:
+        yield
+    finally:
+        await service.stop(config.router.drain_grace_s)
+
+
+def router_id() -> str:
+    """This process's name in the mesh."""
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def allow_connections() -> None:
@@ -46,10 +78,10 @@ def allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def plane_config(config: Config) -> str:
+def plane_config(config: Config, sockets: Path) -> str:
     """What the data plane is told, as JSON; the models' folders are prepared on the way. Raises ModelError."""
     settings = dataclasses.asdict(config.router)
-    settings["router_id"] = f"{socket.gethostname()}-{os.getpid()}"
+    settings["router_id"] = router_id()
     settings["models"] = [
         {"name": model.name, "folder": str(models.prepare(model.source, model.quantization, weights=False).path)}
         for model in config.models
@@ -58,4 +90,10 @@ def plane_config(config: Config) -> str:
     settings["tenants_file"] = config.tenants.file
     if config.tls.on:
         settings["tls"] = dataclasses.asdict(config.tls)
+    if config.batches.data_dir:
+        settings["batches"] = {
+            "service": str(sockets / BATCHES_SOCKET),
+            "door": str(sockets / DOOR_SOCKET),
+            "max_file_bytes": config.batches.max_file_bytes,
+        }
     return json.dumps(settings)

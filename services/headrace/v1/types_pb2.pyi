@@ -45,6 +45,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_UNSUPPORTED: _ClassVar[ErrorCode]
     ERROR_CODE_CANCELLED: _ClassVar[ErrorCode]
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
+    ERROR_CODE_NOT_FOUND: _ClassVar[ErrorCode]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_STOP: Outcome
 OUTCOME_LENGTH: Outcome
@@ -75,6 +76,7 @@ ERROR_CODE_WORKER_LOST: ErrorCode
 ERROR_CODE_UNSUPPORTED: ErrorCode
 ERROR_CODE_CANCELLED: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
+ERROR_CODE_NOT_FOUND: ErrorCode
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retryable", "retry_after_ms", "param")
