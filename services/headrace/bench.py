@@ -48,6 +48,9 @@ _CALLS_PER_CHANNEL = 16
 _MAX_CHANNELS = 16
 
 
+CLASSES = ("interactive", "standard", "batch")
+
+
 class BenchError(HeadraceError):
     """The run could not begin: nothing answers, or every request of the warm-up failed."""
 
@@ -77,6 +80,8 @@ class Plan:
     chat: bool = False
     #: None = the model's own.
     temperature: float | None = None
+    #: "interactive", "standard" or "batch"; empty = the server's own default. Only headrace's routers know it.
+    request_class: str = ""
     #: Answers may come from the response cache.
     use_cache: bool = False
     #: KV of earlier prompts may be reused. Without it, headrace's routers are told so; others may not know the field.
@@ -99,6 +104,8 @@ class Plan:
         for name, value, least in bounds:
             if value is not None and value < least:
                 raise ConfigError(f"--{name}: must be at least {least}, got {value}")
+        if self.request_class not in ("", *CLASSES):
+            raise ConfigError(f"--class: must be one of {', '.join(CLASSES)}, got {self.request_class!r}")
         for name, value in (("rate", self.rate), ("duration", self.duration_s), ("timeout", self.timeout_s)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"--{name}: must be more than 0, got {value}")
@@ -209,6 +216,8 @@ class GrpcTarget:
             options["text"] = prompt
         if plan.temperature is not None:
             options["temperature"] = plan.temperature
+        if plan.request_class:
+            options["request_class"] = plan.request_class  # type: ignore[typeddict-item]
         request = generate_request(options)
         self._turn = (self._turn + 1) % len(self._clients)
         # The stub itself: making typed events of each message would take longer than all the rest.
@@ -259,7 +268,9 @@ class HttpTarget:
         self._context = tls.ssl_context() if tls is not None else None
         self._model = plan.model
         authorization = bearer()
-        self._headers = (f"Authorization: {authorization}",) if authorization else ()
+        self._headers: tuple[str, ...] = (f"Authorization: {authorization}",) if authorization else ()
+        if plan.request_class:
+            self._headers += (f"x-headrace-class: {plan.request_class}",)
         #: Connections between requests. Never more than requests were open at once.
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()

@@ -1,8 +1,8 @@
 """The command line.
 
-``headrace router | scheduler | cache | worker`` runs one service, ``headrace up`` all of them on this machine; ``chat``
-and ``bench`` are clients; ``sim`` simulates a mesh, ``plan`` plans one; ``tenants`` says who may ask; ``config`` shows
-the configuration.
+``headrace router | scheduler | cache | worker`` runs one service, ``headrace up`` all of them on this machine;
+``chat``, ``bench`` and ``batch`` (``cli_batches.py``) are clients; ``sim`` simulates a mesh, ``plan`` plans one;
+``tenants`` says who may ask; ``config`` shows the configuration.
 
 A user's mistake is one red line and exit code 2, never a traceback; what fails for other reasons ends with 1. Heavy
 modules are imported by the command that needs them, so that ``--help`` is quick. What this module leaves to others: all
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace import __version__
+from headrace import __version__, cli_batches
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -104,7 +104,7 @@ def _load(path: Path | None, overrides: list[str] | None) -> Config:
     return config.load(path, overrides or ())
 
 
-def _client_tls(
+def client_tls(
     target: str, config: Path | None, authority: Path | None, certificate: Path | None, key: Path | None
 ) -> ClientTls | None:
     """How to speak TLS at the target, unless its scheme says plain text; None when nothing asks for it."""
@@ -240,7 +240,7 @@ def chat(
     from headrace.config import split_address
     from headrace.errors import ConfigError
 
-    target, tls = grpc_target(target, _client_tls(target, config, authority, certificate, key))
+    target, tls = grpc_target(target, client_tls(target, config, authority, certificate, key))
     split_address(target, "--target")
     settings = talking.Settings(target, model, system, max_tokens, temperature, seed, stats, tls)
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
@@ -291,6 +291,9 @@ def bench(
     warmup: Annotated[int | None, typer.Option(help="Requests before measuring.", show_default="one a client")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 = greedy.", show_default="the model's")] = None,
     as_chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
+    request_class: Annotated[
+        str, typer.Option("--class", help="interactive, standard or batch.", show_default="the router's")
+    ] = "",
     use_cache: Annotated[bool, typer.Option("--use-cache", help="Let the response cache answer.")] = False,
     no_prefix_reuse: Annotated[
         bool,
@@ -324,15 +327,16 @@ def bench(
         warmup=warmup,
         chat=as_chat,
         temperature=temperature,
+        request_class=request_class,
         use_cache=use_cache,
         reuse_prefix=not no_prefix_reuse,
         timeout_s=timeout,
-        tls=_client_tls(target, config, authority, certificate, key),
+        tls=client_tls(target, config, authority, certificate, key),
     )
 
     async def run() -> load.Report:
         stop = asyncio.Event()
-        with _interrupt(stop), BenchProgress(plan, quiet=quiet) as progress:
+        with interrupt(stop), BenchProgress(plan, quiet=quiet) as progress:
             return await load.run(plan, stop=stop, progress=progress)
 
     report = asyncio.run(run())
@@ -560,6 +564,8 @@ def plan(
         show_plan(answer)
 
 
+app.add_typer(cli_batches.app, name="batch")
+
 tenants_app = typer.Typer(help="Who may ask: tenants and their API keys.", no_args_is_help=True)
 app.add_typer(tenants_app, name="tenants")
 
@@ -699,7 +705,7 @@ def revoke_key(
 
 
 @contextlib.contextmanager
-def _interrupt(stop: asyncio.Event) -> Iterator[None]:
+def interrupt(stop: asyncio.Event) -> Iterator[None]:
     """The first Ctrl-C sets the event; the second is as usual."""
     loop = asyncio.get_running_loop()
 

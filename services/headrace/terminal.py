@@ -5,21 +5,34 @@ Answers and ready lines go to standard output, everything else to standard error
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 if TYPE_CHECKING:
     from headrace import plan, sim, tenants
     from headrace.bench import Plan, Report, Spread
     from headrace.up import Mesh
+    from headrace.v1.batches_pb2 import Batch
 
 
 def stderr() -> Console:
@@ -160,6 +173,88 @@ class BenchProgress(_Bar):
 
     def __init__(self, plan: Plan, *, quiet: bool) -> None:
         super().__init__("loading", plan.request_count, TextColumn("{task.fields[figure]} tokens"), quiet=quiet)
+
+
+class BatchProgress:
+    """``headrace batch run`` in a terminal: bars on standard error, for bytes that are moved and lines answered."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._console = stderr()
+        self._quiet = quiet
+        self._shown = self._console.is_terminal and not quiet
+
+    def __enter__(self) -> BatchProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def began(self, batch_id: str) -> None:
+        """The mesh has it."""
+        if not self._quiet:
+            self._console.print(f"batch {batch_id}", markup=False)
+
+    def say(self, text: str) -> None:
+        """Something happened; quiet or not."""
+        self._console.print(f"[yellow]![/yellow] {escape(harmless(text))}")
+
+    @contextlib.contextmanager
+    def moving(self, doing: str) -> Iterator[Callable[[int, int], None]]:
+        """Entered, it takes bytes that were moved, and how many there are."""
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=self._console, transient=True, disable=not self._shown) as progress:
+            task = progress.add_task(doing, total=None)
+            yield lambda moved, size: progress.update(task, completed=moved, total=size or None)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Callable[[Batch], None]]:
+        """Entered, it takes the batch as it stands."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[failed]} failed"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._console, transient=True, disable=not self._shown) as progress:
+            task = progress.add_task("validating", total=None, failed=0)
+
+            def shown(batch: Batch) -> None:
+                counts = batch.request_counts
+                progress.update(
+                    task,
+                    description=_BATCH_STATUSES.get(batch.status, "running"),
+                    completed=counts.completed + counts.failed,
+                    total=counts.total or None,
+                    failed=counts.failed,
+                )
+
+            yield shown
+
+
+#: While it runs, by number.
+_BATCH_STATUSES = {1: "validating", 3: "running", 4: "finalizing", 7: "cancelling"}
+
+
+def show_batches(batches: Sequence[dict[str, Any]]) -> None:
+    """Batches for people."""
+    table = _titled("batches")
+    for column in ("batch", "status", "answered", "failed", "of", "tokens in", "out", "created", "ends by"):
+        table.add_column(
+            column, justify="right" if column in ("answered", "failed", "of", "tokens in", "out") else "left"
+        )
+    for each in batches:
+        counts, usage = each["request_counts"], each["usage"]
+        table.add_row(
+            *(each["id"], each["status"], str(counts["completed"]), str(counts["failed"]), str(counts["total"])),
+            *(f"{usage['input_tokens']:,}", f"{usage['output_tokens']:,}"),
+            *(_utc(each["created_at"]), _utc(each["expires_at"])),
+        )
+    console = stdout()
+    # Ids are for copying: rather a line that the terminal breaks than one that lacks its middle.
+    console.width = max(console.width, 160)
+    console.print(table)
 
 
 def show_report(report: Report) -> None:

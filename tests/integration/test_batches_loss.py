@@ -1,0 +1,116 @@
+"""A batch outlives every service: each is killed in turn while it runs, and each of its lines appears once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from headrace.batches.client import STATUSES, BatchClient
+from headrace.client import Client, ClientError
+from headrace.v1 import batches_pb2
+from tests.support.mesh import Mesh
+from tests.support.toy import ToyModel
+from tests.support.waiting import eventually
+
+T = TypeVar("T")
+
+SERVICES = ("worker", "scheduler", "router", "cache")
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Mesh]:
+    mesh = Mesh(
+        tmp_path,
+        [ToyModel("toy", context_tokens=256)],
+        batches={"data_dir": str(tmp_path / "data"), "lease_s": 1.0},
+        scheduler={"router_grace_s": 0.5},
+        worker={
+            "address": "127.0.0.1:0",
+            "metrics_address": "127.0.0.1:0",
+            "model": "toy",
+            "engine": "sim",
+            "slots": 8,
+            "sim_step_ms": 2.0,
+            "sim_prefill_tokens_per_s": 1e6,
+        },
+    )
+    mesh.start()
+    yield mesh
+    mesh.stop()
+
+
+async def restart(mesh: Mesh, name: str) -> None:
+    """Kills it without a word, and starts it again where it was."""
+    await asyncio.to_thread(mesh.processes[name].kill)
+    assert mesh.tap is not None
+    where = {
+        "cache": {"address": mesh.cache},
+        "scheduler": {"address": mesh.scheduler, "cache": mesh.cache},
+        "worker": {"scheduler": mesh.scheduler, "cache": mesh.cache},
+        "router": {
+            "http_address": mesh.http,
+            "grpc_address": mesh.grpc,
+            "scheduler": mesh.tap.address,
+            "cache": mesh.cache,
+        },
+    }
+    process = mesh.launch(name, **where[name])
+    mesh.ready[name] = await asyncio.to_thread(process.ready)
+
+
+async def when_there(call: Awaitable[T]) -> T | None:
+    """What is answered; None while nobody does."""
+    try:
+        return await call
+    except ClientError as error:
+        if error.code != "unavailable":
+            raise
+        return None
+
+
+async def test_each_line_appears_once_whatever_is_killed(mesh: Mesh, slow: bool, tmp_path: Path) -> None:
+    count = 2000 if slow else 800
+    body = {"model": "toy", "max_tokens": 24, "ignore_eos": True}
+    file = tmp_path / "in.jsonl"
+    asked = {"method": "POST", "url": "/v1/completions"}
+    texts = (asked | {"custom_id": f"c{at}", "body": body | {"prompt": f"prompt {at}"}} for at in range(count))
+    file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    async with Client(mesh.grpc) as connection:
+        client = BatchClient(connection)
+
+        async def uploaded() -> Any:
+            return await when_there(client.upload(file))
+
+        sent = await eventually(uploaded, "the store is open")
+        batch = await client.create(sent.id, "/v1/completions")
+
+        async def now() -> batches_pb2.Batch | None:
+            return await when_there(client.get(batch.id))
+
+        for at, name in enumerate(SERVICES, start=1):
+
+            async def far(at: int = at) -> bool:
+                found = await now()
+                return found is not None and found.request_counts.completed >= count * at // (len(SERVICES) + 1)
+
+            await eventually(far, f"{at} of {len(SERVICES) + 1} parts are done", 120.0)
+            await restart(mesh, name)
+
+        async def over() -> Any:
+            found = await now()
+            return found if found is not None and found.status == batches_pb2.BATCH_STATUS_COMPLETED else None
+
+        done = await eventually(over, "the batch is completed", 120.0)
+        assert STATUSES[done.status] == "completed"
+        assert (done.request_counts.completed, done.request_counts.failed) == (count, 0)
+        await client.download(done.output_file_id, tmp_path / "out.jsonl")
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [answer["custom_id"] for answer in answers] == [f"c{number}" for number in range(count)]
+    for answer in answers:
+        assert answer["response"]["body"]["usage"]["completion_tokens"] == 24
+    assert done.usage.completion_tokens == 24 * count
