@@ -3,30 +3,37 @@
 //! A block's name is the chained hash of itself and all before it, so two prompts that share a name share the whole prefix
 //! up to there. Workers are small numbers that the caller gives and may give again after [`PrefixIndex::clear`].
 //!
-//! Blocks are few words each. *Who* holds a block is a set of workers, and equal sets are one: all blocks of a prefix that
-//! the same workers hold share a set, which lists its blocks, so
+//! Blocks are some twenty bytes each. *Who* holds a block is a set of workers, and equal sets are one (`sets.rs`); what one
+//! set holds stands in rows of sixteen blocks, those of a chain side by side (`rows.rs`), so
 //!
-//! - a match walks the prompt's names and compares a number for each, whoever holds them;
-//! - a worker that leaves costs as much as it held blocks;
+//! - a match looks up one block of a row and compares the names of the others, whoever holds them;
+//! - a worker that leaves costs as much as it held rows;
 //! - a second holder costs no memory.
 //!
 //! Readers need no more than a shared reference, and no change takes longer for the index being large (`table.rs`), so a
 //! lock around it is never held for long; what is long by nature ([`PrefixIndex::clear`]) can be done in parts.
 //!
 //! Memory is counted to the byte and bounded. When there is no room left, what was not used of late makes some: a hand goes
-//! round over the blocks, and takes those that nobody has matched or stored again since it last came by. What begins with
-//! a block whose continuations have more than their share already (a *root*) makes room among these, so that one hot prompt
-//! cannot push out all others. That a block is held is not known any more then, which is all: the index is a hint.
+//! round over the rows, and empties those of which nobody has matched or stored a block again since it last came by. What
+//! begins with a block whose continuations have more than their share already (a *root*) makes room among these, so that
+//! one hot prompt cannot push out all others. That a block is held is not known any more then, which is all: the index is
+//! a hint.
 
 mod expected;
+mod roots;
+mod rows;
+mod sets;
 mod table;
 #[cfg(test)]
 mod tests;
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
 pub use self::expected::Expected;
-use self::table::{more, Entry, Pieces, Table, NONE};
+use self::{
+    roots::Roots,
+    rows::{bit, places, row_of, Place, Rows, WIDTH},
+    sets::{worker_hash, Sets},
+    table::NONE,
+};
 
 /// A worker, as the caller numbers it: small, since memory goes with the largest.
 pub type WorkerId = u32;
@@ -62,159 +69,24 @@ impl Default for Limits {
 }
 
 /// Of the memory, for blocks; the rest is for sets, roots and workers.
-const NODE_PART: (usize, usize) = (3, 4);
+const ROW_PART: (usize, usize) = (3, 4);
 
-/// Blocks that one search for room looks at before it takes what comes: a bound on a writer's work.
-const MAX_LOOKED_AT: usize = 4096;
-
-/// Blocks of a prompt looked up at once.
-const AT_ONCE: usize = 16;
-
-const NODES: usize = 2048;
-const SETS: usize = 64;
-const ROOTS: usize = 256;
-
-/// A block that somebody holds.
-#[derive(Debug)]
-struct Node {
-    /// Its name, scrambled.
-    key: u64,
-    /// The next in its bucket; of a node that is not in use, the next such.
-    next: u32,
-    /// Who holds it; NONE = not in use.
-    set: u32,
-    /// Neighbours in the list of its set.
-    before: u32,
-    after: u32,
-    root: u32,
-    /// Since the hand came by.
-    used: AtomicBool,
-}
-
-impl Default for Node {
-    fn default() -> Self {
-        Self {
-            key: 0,
-            next: NONE,
-            set: NONE,
-            before: NONE,
-            after: NONE,
-            root: NONE,
-            used: AtomicBool::new(false),
-        }
-    }
-}
-
-impl Entry for Node {
-    fn hash(&self) -> u64 {
-        spread(self.key)
-    }
-
-    fn next(&self) -> u32 {
-        self.next
-    }
-
-    fn set_next(&mut self, next: u32) {
-        self.next = next;
-    }
-}
-
-/// The high bits of a product are the good ones.
-fn spread(key: u64) -> u64 {
-    key >> 32
-}
-
-/// Workers that hold the same blocks, and these.
-#[derive(Debug)]
-struct Set {
-    /// Rising.
-    workers: Box<[WorkerId]>,
-    /// The sum of the workers' own.
-    hash: u64,
-    /// The next in its bucket; of a set that is not in use, the next such.
-    next: u32,
-    first: u32,
-    blocks: u32,
-}
-
-impl Default for Set {
-    fn default() -> Self {
-        Self {
-            workers: Box::default(),
-            hash: 0,
-            next: NONE,
-            first: NONE,
-            blocks: 0,
-        }
-    }
-}
-
-impl Entry for Set {
-    fn hash(&self) -> u64 {
-        self.hash
-    }
-
-    fn next(&self) -> u32 {
-        self.next
-    }
-
-    fn set_next(&mut self, next: u32) {
-        self.next = next;
-    }
-}
-
-/// What a worker adds to the hash of the sets it is in.
-fn worker_hash(worker: WorkerId) -> u64 {
-    let mixed = (u64::from(worker) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    (mixed ^ (mixed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9)
-}
-
-/// The beginning that chains of blocks have in common.
-#[derive(Debug)]
-struct Root {
-    blocks: u32,
-    /// Of one that is not in use, the next such.
-    next: u32,
-}
-
-impl Default for Root {
-    fn default() -> Self {
-        Self { blocks: 0, next: NONE }
-    }
-}
-
-#[derive(Debug, Default)]
-struct Worker {
-    /// The sets that it is in, rising.
-    sets: Vec<u32>,
-    blocks: usize,
-}
+/// Rows that one search for room looks at before it takes what comes: a bound on a writer's work.
+const MAX_LOOKED_AT: usize = 256;
 
 /// Block name to workers, and back.
 #[derive(Debug)]
 pub struct PrefixIndex {
-    nodes: Pieces<Node, NODES>,
-    by_key: Table,
-    free_node: u32,
-    sets: Pieces<Set, SETS>,
-    by_workers: Table,
-    free_set: u32,
-    roots: Pieces<Root, ROOTS>,
-    free_root: u32,
-    workers: Vec<Worker>,
-    /// What sets and workers own beside their places.
-    owned_bytes: usize,
+    rows: Rows,
+    sets: Sets,
+    roots: Roots,
     /// Blocks held by workers, each counted for each of its holders.
     holdings: usize,
     hand: usize,
-    max_nodes: usize,
     max_side_bytes: usize,
     max_root_blocks: u32,
     evicted: u64,
     refused: u64,
-    seed: u64,
-    multiplier: u64,
-    inverse: u64,
 }
 
 impl Default for PrefixIndex {
@@ -227,41 +99,26 @@ impl PrefixIndex {
     /// Holds nothing. `seed` should be secret where clients choose what is hashed: it decides which blocks share a bucket.
     #[must_use]
     pub fn new(limits: Limits, seed: u64) -> Self {
-        let multiplier = worker_hash(seed as u32 ^ (seed >> 32) as u32) | 1;
-        // Newton's iteration doubles the bits that are right, of which there are three to begin with.
-        let inverse = (0..5).fold(multiplier, |inverse, _| {
-            inverse.wrapping_mul(2_u64.wrapping_sub(multiplier.wrapping_mul(inverse)))
-        });
-        let node_bytes = limits.bytes / NODE_PART.1 * NODE_PART.0;
-        let max_nodes = most_nodes(node_bytes);
+        let row_bytes = limits.bytes / ROW_PART.1 * ROW_PART.0;
+        let rows = Rows::new(row_bytes, seed, worker_hash(seed as u32 ^ (seed >> 32) as u32) | 1);
         Self {
-            nodes: Pieces::default(),
-            by_key: Table::default(),
-            free_node: NONE,
-            sets: Pieces::default(),
-            by_workers: Table::default(),
-            free_set: NONE,
-            roots: Pieces::default(),
-            free_root: NONE,
-            workers: Vec::new(),
-            owned_bytes: 0,
+            // Of one block there is always room.
+            max_root_blocks: ((rows.max_blocks() as f64 * limits.root_share) as u32).max(1),
+            rows,
+            sets: Sets::default(),
+            roots: Roots::default(),
             holdings: 0,
             hand: 0,
-            max_nodes,
-            max_side_bytes: limits.bytes - node_bytes,
-            max_root_blocks: (max_nodes as f64 * limits.root_share) as u32,
+            max_side_bytes: limits.bytes - row_bytes,
             evicted: 0,
             refused: 0,
-            seed,
-            multiplier,
-            inverse,
         }
     }
 
     /// Different blocks that somebody holds.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.by_key.len()
+        self.rows.blocks()
     }
 
     /// Whether nobody holds anything.
@@ -279,7 +136,16 @@ impl PrefixIndex {
     /// Memory allocated, to the byte.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.nodes.bytes() + self.by_key.bytes() + self.side_bytes()
+        self.rows.bytes() + self.side_bytes()
+    }
+
+    fn side_bytes(&self) -> usize {
+        self.sets.bytes() + self.roots.bytes()
+    }
+
+    /// What sets and roots may still take.
+    fn side_room(&self) -> usize {
+        self.max_side_bytes.saturating_sub(self.side_bytes())
     }
 
     /// Blocks given up for want of room.
@@ -297,81 +163,22 @@ impl PrefixIndex {
     /// Blocks that a worker holds.
     #[must_use]
     pub fn held_by(&self, worker: WorkerId) -> usize {
-        self.workers.get(worker as usize).map_or(0, |worker| worker.blocks)
+        self.sets.workers.get(worker as usize).map_or(0, |worker| worker.blocks)
     }
 
     /// Whether a worker holds that block.
     #[must_use]
     pub fn holds(&self, worker: WorkerId, block: u64) -> bool {
-        self.find(block)
-            .is_some_and(|node| self.is_of(self.nodes[node].set, worker))
+        let found = self.rows.find(block);
+        found.is_some_and(|place| self.sets.is_of(self.set_of(place), worker))
     }
 
     /// Leading blocks that a worker holds without a gap.
     #[must_use]
     pub fn leading(&self, worker: WorkerId, blocks: &[u64]) -> u32 {
-        blocks.iter().take_while(|&&block| self.holds(worker, block)).count() as u32
-    }
-
-    /// The worker holds these blocks now, each the child of the one before it; the first one's parent is
-    /// [`NO_BLOCK`] when a prompt begins with it. What follows a block that is not known is not taken in: it would not be
-    /// found.
-    pub fn store(&mut self, worker: WorkerId, parent: u64, blocks: &[u64]) {
-        let mut root = match parent {
-            NO_BLOCK => NONE,
-            parent => match self.find(parent) {
-                Some(node) => self.nodes[node].root,
-                None => {
-                    self.refused += blocks.len() as u64;
-                    return;
-                }
-            },
-        };
-        for (at, &block) in blocks.iter().enumerate() {
-            let node = match self.find(block) {
-                Some(node) => Some(node),
-                None => self.insert(block, &mut root),
-            };
-            if !node.is_some_and(|node| self.hold(worker, node)) {
-                self.refused += (blocks.len() - at) as u64;
-                return;
-            }
-            if let Some(node) = node {
-                root = self.nodes[node].root;
-            }
-        }
-    }
-
-    /// The worker no longer holds these blocks.
-    pub fn remove(&mut self, worker: WorkerId, blocks: &[u64]) {
-        for &block in blocks {
-            if let Some(node) = self.find(block) {
-                self.release(worker, node);
-            }
-        }
-    }
-
-    /// The worker holds nothing any more. Takes as long as it held blocks.
-    pub fn clear(&mut self, worker: WorkerId) {
-        while !self.clear_some(worker, usize::MAX) {}
-    }
-
-    /// A part of [`Self::clear`]: at most so many blocks. True when nothing is left.
-    pub fn clear_some(&mut self, worker: WorkerId, most: usize) -> bool {
-        let mut left = most;
-        while let Some(&set) = self.workers.get(worker as usize).and_then(|worker| worker.sets.last()) {
-            let node = self.sets[set].first;
-            if left == 0 {
-                return false;
-            }
-            self.release(worker, node);
-            left -= 1;
-        }
-        if let Some(left) = self.workers.get_mut(worker as usize) {
-            self.owned_bytes -= left.sets.capacity() * size_of::<u32>();
-            left.sets = Vec::new();
-        }
-        true
+        let stretches = self.rows.walk(blocks);
+        let held = stretches.take_while(|&(place, _)| self.sets.is_of(self.set_of(place), worker));
+        held.map(|(_, count)| count as u32).sum()
     }
 
     /// Appends each worker that holds the first block, with the number of leading blocks it holds without a gap.
@@ -383,26 +190,23 @@ impl PrefixIndex {
         let mut matching = 0;
         let mut set = NONE;
         let mut depth = 0;
-        for node in self.walk(blocks) {
-            let node = &self.nodes[node];
-            if node.set != set {
-                let holders = &self.sets[node.set].workers;
+        for (place, count) in self.rows.walk(blocks) {
+            let row = self.rows.row(row_of(place));
+            if row.set != set {
+                let holders = self.sets.of(row.set);
                 if depth == 0 {
                     out.extend(holders.iter().map(|&worker| Overlap { worker, blocks: 0 }));
                     matching = holders.len();
                 } else {
                     matching = keep(&mut out[start..], matching, holders, depth);
                 }
-                set = node.set;
+                set = row.set;
                 if matching == 0 {
                     break;
                 }
             }
-            depth += 1;
-            // Written only when it is news: readers on several threads share the line.
-            if !node.used.load(Ordering::Relaxed) {
-                node.used.store(true, Ordering::Relaxed);
-            }
+            depth += count as u32;
+            row.mark_used(side_by_side(place, count));
         }
         for each in &mut out[start..start + matching] {
             each.blocks = depth;
@@ -414,384 +218,354 @@ impl PrefixIndex {
     #[must_use]
     pub fn held(&self, worker: WorkerId) -> Vec<Vec<u64>> {
         let mut by_root = std::collections::BTreeMap::<u32, Vec<u64>>::new();
-        let sets = self.workers.get(worker as usize).map_or(&[][..], |worker| &worker.sets);
-        for &set in sets {
-            let mut node = self.sets[set].first;
-            while node != NONE {
-                let at = &self.nodes[node];
-                by_root.entry(at.root).or_default().push(self.name(at.key));
-                node = at.after;
+        let sets = self.sets.workers.get(worker as usize);
+        for &set in sets.map_or(&[][..], |worker| &worker.sets) {
+            let first = self.sets.sets[set].first;
+            let mut row = first;
+            loop {
+                for place in places(row, self.rows.row(row).taken) {
+                    by_root
+                        .entry(self.rows.root(place))
+                        .or_default()
+                        .push(self.rows.name(place));
+                }
+                row = self.rows.row(row).after;
+                if row == first {
+                    break;
+                }
             }
         }
         by_root.into_values().collect()
     }
 
-    // Names.
+    // What workers say.
 
-    fn key(&self, block: u64) -> u64 {
-        (block ^ self.seed).wrapping_mul(self.multiplier)
-    }
-
-    fn name(&self, key: u64) -> u64 {
-        key.wrapping_mul(self.inverse) ^ self.seed
-    }
-
-    fn find(&self, block: u64) -> Option<u32> {
-        let key = self.key(block);
-        self.by_key.find(&self.nodes, spread(key), |node| node.key == key)
-    }
-
-    /// The blocks in turn, while somebody holds them. Several are looked up at once: they are all over the memory, and it
-    /// is the waiting for it that takes time.
-    fn walk<'a>(&'a self, blocks: &'a [u64]) -> impl Iterator<Item = u32> + 'a {
-        // One alone first: most prompts that are not known are not from their beginning on.
-        let (first, rest) = blocks.split_at(blocks.len().min(1));
-        let first = first.iter().map(|&block| self.find(block));
-        let rest = rest.chunks(AT_ONCE).flat_map(move |chunk| {
-            let mut keys = [0; AT_ONCE];
-            for (key, &block) in keys.iter_mut().zip(chunk) {
-                *key = self.key(block);
+    /// The worker holds these blocks now, each the child of the one before it; the first one's parent is
+    /// [`NO_BLOCK`] when a prompt begins with it. What follows a block that is not known is not taken in: it would not be
+    /// found.
+    pub fn store(&mut self, worker: WorkerId, parent: u64, blocks: &[u64]) {
+        let mut before = None;
+        if parent != NO_BLOCK {
+            before = self.rows.find(parent);
+            if before.is_none() {
+                self.refused += blocks.len() as u64;
+                return;
             }
-            let firsts = self.by_key.firsts(keys.map(spread));
-            let found = firsts.map(|node| if node == NONE { 0 } else { self.nodes[node].key });
-            (0..chunk.len()).map(move |at| {
-                let is_first = firsts[at] != NONE && found[at] == keys[at];
-                is_first.then_some(firsts[at]).or_else(|| {
-                    self.by_key
-                        .find(&self.nodes, spread(keys[at]), |node| node.key == keys[at])
-                })
-            })
-        });
-        first.chain(rest).map_while(|node| node)
-    }
-
-    // Blocks.
-
-    /// A block that nobody holds yet; it must be held at once. None when there is no room for it.
-    fn insert(&mut self, block: u64, root: &mut u32) -> Option<u32> {
-        let node = self.take_node(*root)?;
-        if *root == NONE {
-            let Some(made) = self.take_root() else {
-                self.nodes[node].next = self.free_node;
-                self.free_node = node;
-                return None;
+        }
+        let mut rest = blocks;
+        while !rest.is_empty() {
+            let beside = before.and_then(|before| self.rows.beside(before, rest[0]));
+            let (count, last) = match beside.or_else(|| self.rows.find(rest[0])) {
+                Some(place) => self.hold(worker, place, rest, before),
+                None => self.insert(worker, rest, before),
             };
-            *root = made;
+            if count == 0 {
+                self.refused += rest.len() as u64;
+                return;
+            }
+            rest = &rest[count..];
+            before = Some(last);
         }
-        self.roots[*root].blocks += 1;
-        let key = self.key(block);
-        let made = &mut self.nodes[node];
-        made.key = key;
-        made.root = *root;
-        made.set = NONE;
-        // It has the whole round to be wanted.
-        *made.used.get_mut() = false;
-        self.by_key.insert(&mut self.nodes, node);
-        Some(node)
     }
 
-    fn take_node(&mut self, root: u32) -> Option<u32> {
-        if self.free_node == NONE {
-            let left = self.max_nodes - self.nodes.len();
-            if left == 0 {
-                self.evict(root)?;
-            } else {
-                let from = self.nodes.len();
-                self.nodes.grow(left);
-                for node in (from..self.nodes.len()).rev() {
-                    self.nodes[node as u32].next = self.free_node;
-                    self.free_node = node as u32;
+    /// The worker no longer holds these blocks.
+    pub fn remove(&mut self, worker: WorkerId, blocks: &[u64]) {
+        let mut rest = blocks;
+        while let Some(&first) = rest.first() {
+            let mut count = 1;
+            if let Some(place) = self.rows.find(first) {
+                count = self.rows.stretch(place, rest);
+                let mut from = place;
+                if count == 1 {
+                    // What is given up goes from its end.
+                    count = self.rows.stretch_back(place, rest);
+                    from = place + 1 - count as u32;
                 }
+                self.release(worker, row_of(place), side_by_side(from, count));
             }
+            rest = &rest[count..];
         }
-        let node = self.free_node;
-        self.free_node = self.nodes[node].next;
-        Some(node)
     }
 
-    /// Makes room for a block of that root by giving one up.
-    fn evict(&mut self, root: u32) -> Option<()> {
-        let of_its_own = root != NONE && self.roots[root].blocks > self.max_root_blocks;
-        let mut victim = None;
-        for _ in 0..(2 * self.nodes.len()).min(MAX_LOOKED_AT) {
-            // Down, so that the end of a chain goes before its beginning.
-            self.hand = if self.hand == 0 { self.nodes.len() } else { self.hand } - 1;
-            let node = &mut self.nodes[self.hand as u32];
-            if node.set == NONE || (of_its_own && node.root != root) {
-                continue;
-            }
-            if !std::mem::replace(node.used.get_mut(), false) {
-                victim = Some(self.hand as u32);
-                break;
-            }
-            victim = victim.or(Some(self.hand as u32));
-        }
-        let victim = victim?;
-        self.evicted += 1;
-        self.forget(victim, self.nodes[victim].set);
-        Some(())
+    /// The worker holds nothing any more. Takes as long as it held blocks.
+    pub fn clear(&mut self, worker: WorkerId) {
+        while !self.clear_some(worker, usize::MAX) {}
     }
 
-    /// A block is given up for all who hold it.
-    fn forget(&mut self, node: u32, set: u32) {
-        let holders = self.sets[set].workers.len();
-        for at in 0..holders {
-            let worker = self.sets[set].workers[at];
-            self.workers[worker as usize].blocks -= 1;
-        }
-        self.holdings -= holders;
-        self.leave(node);
-        self.drop_node(node);
-    }
-
-    fn drop_node(&mut self, node: u32) {
-        self.by_key.remove(&mut self.nodes, node);
-        let root = self.nodes[node].root;
-        self.roots[root].blocks -= 1;
-        if self.roots[root].blocks == 0 {
-            self.roots[root].next = self.free_root;
-            self.free_root = root;
-        }
-        self.nodes[node].set = NONE;
-        self.nodes[node].next = self.free_node;
-        self.free_node = node;
-    }
-
-    fn take_root(&mut self) -> Option<u32> {
-        if self.free_root == NONE {
-            if !self.affords(self.roots.growth_bytes(ROOTS)) {
-                return None;
+    /// A part of [`Self::clear`]: at most so many blocks. True when nothing is left.
+    pub fn clear_some(&mut self, worker: WorkerId, most: usize) -> bool {
+        let mut left = most;
+        while let Some(&set) = self
+            .sets
+            .workers
+            .get(worker as usize)
+            .and_then(|worker| worker.sets.last())
+        {
+            if left == 0 {
+                return false;
             }
-            let from = self.roots.len();
-            self.roots.grow(ROOTS);
-            for root in (from..self.roots.len()).rev() {
-                self.roots[root as u32].next = self.free_root;
-                self.free_root = root as u32;
+            let row = self.sets.sets[set].first;
+            let mut mask = self.rows.row(row).taken;
+            while mask.count_ones() as usize > left {
+                mask &= mask - 1;
             }
+            left -= mask.count_ones() as usize;
+            self.release(worker, row, mask);
         }
-        let root = self.free_root;
-        self.free_root = self.roots[root].next;
-        Some(root)
-    }
-
-    // Who holds them.
-
-    fn is_of(&self, set: u32, worker: WorkerId) -> bool {
-        set != NONE && self.sets[set].workers.binary_search(&worker).is_ok()
-    }
-
-    /// Whether the worker holds that block now: False when there is no room for it.
-    fn hold(&mut self, worker: WorkerId, node: u32) -> bool {
-        let set = self.nodes[node].set;
-        if self.is_of(set, worker) {
-            *self.nodes[node].used.get_mut() = true;
-            return true;
-        }
-        let Some(with) = self.set_with(set, worker) else {
-            if set == NONE {
-                self.drop_node(node);
-            }
-            return false;
-        };
-        *self.nodes[node].used.get_mut() |= set != NONE;
-        self.leave(node);
-        self.enter(node, with);
-        self.workers[worker as usize].blocks += 1;
-        self.holdings += 1;
+        self.sets.give_back(worker);
         true
     }
 
-    fn release(&mut self, worker: WorkerId, node: u32) {
-        let set = self.nodes[node].set;
-        if !self.is_of(set, worker) {
+    // Who holds a block.
+
+    fn set_of(&self, place: Place) -> u32 {
+        self.rows.row(row_of(place)).set
+    }
+
+    /// The worker holds the first of these blocks, which is there, and what stands beside it: how many now, and where the
+    /// last of them is; 0 when there is no room to say so.
+    fn hold(&mut self, worker: WorkerId, place: Place, blocks: &[u64], before: Option<Place>) -> (usize, Place) {
+        let count = self.rows.stretch(place, blocks);
+        let (row, mask) = (row_of(place), side_by_side(place, count));
+        let set = self.set_of(place);
+        self.rows.row(row).mark_used(mask);
+        if self.sets.is_of(set, worker) {
+            return (count, place + count as u32 - 1);
+        }
+        let Some(with) = self.sets.with(set, worker, self.side_room()) else {
+            return (0, place);
+        };
+        let (moved, last) = self.transfer(row, mask, with, blocks.len(), before);
+        let moved = moved.count_ones() as usize;
+        self.sets.workers[worker as usize].blocks += moved;
+        self.holdings += moved;
+        (moved, last)
+    }
+
+    /// The worker no longer holds these blocks of a row.
+    fn release(&mut self, worker: WorkerId, row: u32, mask: u16) {
+        let set = self.rows.row(row).set;
+        if !self.sets.is_of(set, worker) {
             return;
         }
-        if self.sets[set].workers.len() > 1 {
-            let Some(without) = self.set_without(set, worker) else {
+        let mut gone = mask;
+        if self.sets.of(set).len() == 1 {
+            self.take_out(row, mask);
+            self.sets.drop_if_empty(set);
+        } else {
+            let without = self.sets.without(set, worker, self.side_room());
+            gone = without.map_or(0, |without| {
+                self.transfer(row, mask, without, mask.count_ones() as usize, None).0
+            });
+            if gone != mask {
                 // No room to say who is left.
-                self.refused += 1;
-                self.forget(node, set);
-                return;
+                self.refused += u64::from((mask & !gone).count_ones());
+                self.forget(row, mask & !gone, NONE);
+            }
+        }
+        let count = gone.count_ones() as usize;
+        self.sets.workers[worker as usize].blocks -= count;
+        self.holdings -= count;
+    }
+
+    /// Another set holds these blocks of a row: which of them, as far as there is room, and where the last of them is.
+    /// `want` and `before` are [`Self::place`]'s.
+    fn transfer(&mut self, row: u32, mask: u16, to: u32, want: usize, mut before: Option<Place>) -> (u16, Place) {
+        let from = self.rows.row(row).set;
+        let mut last = row * WIDTH as u32 + mask.ilog2();
+        if self.rows.row(row).taken == mask {
+            self.rows.unlink(row, &mut self.sets.sets[from].first);
+            self.rows.row_mut(row).set = to;
+            self.rows.link(row, &mut self.sets.sets[to].first);
+            self.sets.drop_if_empty(from);
+            return (mask, last);
+        }
+        let mut moved = 0_u16;
+        for place in places(row, mask) {
+            let root = self.rows.root(place);
+            let Some(new) = self.place(to, root, want - moved.count_ones() as usize, before, row) else {
+                self.sets.drop_if_empty(to);
+                break;
             };
-            self.leave(node);
-            self.enter(node, without);
-        } else {
-            self.leave(node);
-            self.drop_node(node);
+            let name = self.rows.name(place);
+            self.roots.add(root);
+            self.take_out(row, bit(place));
+            self.put(new, name, root);
+            self.rows.row(row_of(new)).mark_used(bit(new));
+            moved |= bit(place);
+            last = new;
+            before = Some(new);
         }
-        self.workers[worker as usize].blocks -= 1;
-        self.holdings -= 1;
+        (moved, last)
     }
 
-    /// Puts a block into the list of its new set.
-    fn enter(&mut self, node: u32, set: u32) {
-        let first = std::mem::replace(&mut self.sets[set].first, node);
-        self.sets[set].blocks += 1;
-        if first != NONE {
-            self.nodes[first].before = node;
-        }
-        let entered = &mut self.nodes[node];
-        entered.set = set;
-        entered.before = NONE;
-        entered.after = first;
-    }
+    // Where blocks stand.
 
-    /// Takes a block out of its set's list; a set without blocks is none.
-    fn leave(&mut self, node: u32) {
-        let (set, before, after) = {
-            let node = &self.nodes[node];
-            (node.set, node.before, node.after)
+    /// The first of these blocks, which nobody held: 1 and where it is, or 0 when there is no room for it.
+    fn insert(&mut self, worker: WorkerId, blocks: &[u64], before: Option<Place>) -> (usize, Place) {
+        let known = before
+            .map(|before| self.set_of(before))
+            .filter(|&set| self.sets.of(set) == [worker]);
+        let Some(set) = known.or_else(|| self.sets.with(NONE, worker, self.side_room())) else {
+            return (0, NONE);
         };
-        if set == NONE {
-            return;
+        let root = match before {
+            Some(before) => Some(self.rows.root(before)),
+            None => self.roots.take(self.side_room()),
+        };
+        // Its root counts it before there is a place, so that it stays whatever makes room.
+        let place = root.and_then(|root| {
+            self.roots.add(root);
+            let place = self.place(set, root, blocks.len(), before, NONE);
+            if place.is_none() {
+                self.roots.remove(root);
+            }
+            Some((place?, root))
+        });
+        let Some((place, root)) = place else {
+            self.sets.drop_if_empty(set);
+            return (0, NONE);
+        };
+        self.put(place, blocks[0], root);
+        self.sets.workers[worker as usize].blocks += 1;
+        self.holdings += 1;
+        (1, place)
+    }
+
+    /// A free place in a row of that set, for a block of that root of which `want` are to come one after another, the
+    /// first of them after the one at `before`. What makes room for it is not in the row `spared`.
+    fn place(&mut self, set: u32, root: u32, want: usize, before: Option<Place>, spared: u32) -> Option<Place> {
+        if let Some(beside) = before.map(|before| before + 1) {
+            let row = self.rows.row(row_of(beside - 1));
+            if row_of(beside) == row_of(beside - 1) && row.set == set && row.taken & bit(beside) == 0 {
+                return Some(beside);
+            }
         }
-        if after != NONE {
-            self.nodes[after].before = before;
+        if want < WIDTH {
+            if let Some(place) = self.gap(set, want) {
+                return Some(place);
+            }
         }
-        if before == NONE {
-            self.sets[set].first = after;
-        } else {
-            self.nodes[before].after = after;
+        if let Some(row) = self.take_row(set) {
+            return Some(row * WIDTH as u32);
         }
-        self.sets[set].blocks -= 1;
-        if self.sets[set].blocks == 0 {
-            self.drop_set(set);
+        if let Some(place) = self.gap(set, 1) {
+            return Some(place);
+        }
+        self.make_room(set, root, spared);
+        match self.take_row(set) {
+            Some(row) => Some(row * WIDTH as u32),
+            None => self.gap(set, 1),
         }
     }
 
-    /// The set that is that one and the worker; NONE is the empty one. None = there is no room for it.
-    fn set_with(&mut self, set: u32, worker: WorkerId) -> Option<u32> {
-        let workers: &[WorkerId] = if set == NONE { &[] } else { &self.sets[set].workers };
-        let hash = if set == NONE { 0 } else { self.sets[set].hash }.wrapping_add(worker_hash(worker));
-        let at = workers.partition_point(|&each| each < worker);
-        let is = |other: &Set| {
-            other.workers.len() == workers.len() + 1
-                && other.workers[at] == worker
-                && other.workers[..at] == workers[..at]
-                && other.workers[at + 1..] == workers[at..]
-        };
-        if let Some(found) = self.by_workers.find(&self.sets, hash, is) {
-            return Some(found);
-        }
-        let made = [&workers[..at], &[worker], &workers[at..]].concat();
-        self.make_set(made.into(), hash)
-    }
-
-    fn set_without(&mut self, set: u32, worker: WorkerId) -> Option<u32> {
-        let workers = &self.sets[set].workers;
-        let hash = self.sets[set].hash.wrapping_sub(worker_hash(worker));
-        let at = workers.partition_point(|&each| each < worker);
-        let is = |other: &Set| {
-            other.workers.len() + 1 == workers.len()
-                && other.workers[..at] == workers[..at]
-                && other.workers[at..] == workers[at + 1..]
-        };
-        if let Some(found) = self.by_workers.find(&self.sets, hash, is) {
-            return Some(found);
-        }
-        let made = [&workers[..at], &workers[at + 1..]].concat();
-        self.make_set(made.into(), hash)
-    }
-
-    fn make_set(&mut self, workers: Box<[WorkerId]>, hash: u64) -> Option<u32> {
-        let most = workers.iter().max().map_or(0, |&worker| worker as usize + 1);
-        let mut needed = workers.len() * size_of::<WorkerId>() + self.by_workers.growth_bytes();
-        if self.free_set == NONE {
-            needed += self.sets.growth_bytes(SETS);
-        }
-        if most > self.workers.capacity() {
-            needed += (most - self.workers.capacity() + more(most)) * size_of::<Worker>();
-        }
-        let full = |&worker: &WorkerId| match self.workers.get(worker as usize) {
-            Some(worker) if worker.sets.len() < worker.sets.capacity() => 0,
-            Some(worker) => more(worker.sets.len()) * size_of::<u32>(),
-            None => more(0) * size_of::<u32>(),
-        };
-        needed += workers.iter().map(full).sum::<usize>();
-        if !self.affords(needed) {
+    /// A place in the set's first row for so many in turn.
+    fn gap(&self, set: u32, want: usize) -> Option<Place> {
+        let row = self.sets.sets[set].first;
+        if row == NONE {
             return None;
         }
-        if most > self.workers.capacity() {
-            self.workers.reserve_exact(most - self.workers.len() + more(most));
-        }
-        if most > self.workers.len() {
-            self.workers.resize_with(most, Worker::default);
-        }
-        if self.free_set == NONE {
-            let from = self.sets.len();
-            self.sets.grow(SETS);
-            for set in (from..self.sets.len()).rev() {
-                self.sets[set as u32].next = self.free_set;
-                self.free_set = set as u32;
-            }
-        }
-        let set = self.free_set;
-        self.free_set = self.sets[set].next;
-        for &worker in &workers {
-            let of = &mut self.workers[worker as usize].sets;
-            if of.len() == of.capacity() {
-                self.owned_bytes += more(of.len()) * size_of::<u32>();
-                of.reserve_exact(more(of.len()));
-            }
-            let at = of.partition_point(|&each| each < set);
-            of.insert(at, set);
-        }
-        self.owned_bytes += size_of_val(&*workers);
-        self.sets[set] = Set {
-            workers,
-            hash,
-            ..Set::default()
-        };
-        self.by_workers.insert(&mut self.sets, set);
-        Some(set)
+        let (from, room) = self.rows.row(row).gap();
+        // One alone may be the end of a chain that grows, as may be what stands before it.
+        let at = if want == 1 { from + room / 2 } else { from };
+        (room >= want).then(|| row * WIDTH as u32 + at as u32)
     }
 
-    fn drop_set(&mut self, set: u32) {
-        self.by_workers.remove(&mut self.sets, set);
-        let workers = std::mem::take(&mut self.sets[set].workers);
-        self.owned_bytes -= size_of_val(&*workers);
-        for &worker in &workers {
-            let of = &mut self.workers[worker as usize].sets;
-            if let Ok(at) = of.binary_search(&set) {
-                of.remove(at);
+    fn take_row(&mut self, set: u32) -> Option<u32> {
+        let row = self.rows.take_row()?;
+        self.rows.row_mut(row).set = set;
+        self.rows.link(row, &mut self.sets.sets[set].first);
+        Some(row)
+    }
+
+    /// A block comes to stand in a place that is free.
+    fn put(&mut self, place: Place, block: u64, root: u32) {
+        self.rows.put(place, block, root);
+        let row = row_of(place);
+        if self.rows.row(row).is_full() {
+            self.relink(row);
+        }
+    }
+
+    /// These blocks of a row are nowhere any more. The caller sees to the set's being dropped, if it is empty now.
+    fn take_out(&mut self, row: u32, mask: u16) {
+        let was_full = self.rows.row(row).is_full();
+        for place in places(row, mask) {
+            self.roots.remove(self.rows.root(place));
+            self.rows.take_out(place);
+        }
+        if self.rows.row(row).taken == 0 {
+            let set = self.rows.row(row).set;
+            self.rows.unlink(row, &mut self.sets.sets[set].first);
+            self.rows.give_back(row);
+        } else if was_full {
+            self.relink(row);
+        }
+    }
+
+    /// A row that has room stands at the front of its ring, one that has not at the end.
+    fn relink(&mut self, row: u32) {
+        let first = &mut self.sets.sets[self.rows.row(row).set].first;
+        self.rows.unlink(row, first);
+        self.rows.link(row, first);
+    }
+
+    /// Gives up blocks until there is a row to take, or a free place in one of the set's.
+    fn make_room(&mut self, set: u32, root: u32, spared: u32) {
+        let of_its_own = self.roots.blocks(root) > self.max_root_blocks;
+        let mut next_best = None;
+        for _ in 0..(2 * self.rows.len()).min(MAX_LOOKED_AT) {
+            // Down, so that the end of a chain goes before its beginning.
+            self.hand = if self.hand == 0 { self.rows.len() } else { self.hand } - 1;
+            let number = self.hand as u32;
+            let row = self.rows.row_mut(number);
+            let mask = if of_its_own { row.of_root(root) } else { row.taken };
+            if mask == 0 || number == spared {
+                continue;
+            }
+            let used = row.used.get_mut();
+            if *used & mask != 0 {
+                *used &= !mask;
+                next_best = next_best.or(Some((number, mask)));
+                continue;
+            }
+            self.forget(number, mask, set);
+            if self.has_room(set) {
+                return;
             }
         }
-        self.sets[set].next = self.free_set;
-        self.free_set = set;
+        if let Some((row, mask)) = next_best {
+            let mask = mask & self.rows.row(row).taken;
+            if mask != 0 {
+                self.forget(row, mask, set);
+            }
+        }
     }
 
-    // Memory.
-
-    fn side_bytes(&self) -> usize {
-        self.sets.bytes()
-            + self.by_workers.bytes()
-            + self.roots.bytes()
-            + self.workers.capacity() * size_of::<Worker>()
-            + self.owned_bytes
+    fn has_room(&self, set: u32) -> bool {
+        let first = self.sets.sets[set].first;
+        self.rows.has_free_row() || (first != NONE && !self.rows.row(first).is_full())
     }
 
-    fn affords(&self, bytes: usize) -> bool {
-        self.side_bytes() + bytes <= self.max_side_bytes
+    /// Blocks of a row are given up for all who hold them; the set `kept` stays, be it empty.
+    fn forget(&mut self, row: u32, mask: u16, kept: u32) {
+        let (set, count) = (self.rows.row(row).set, mask.count_ones() as usize);
+        for at in 0..self.sets.of(set).len() {
+            let worker = self.sets.of(set)[at];
+            self.sets.workers[worker as usize].blocks -= count;
+        }
+        self.holdings -= count * self.sets.of(set).len();
+        self.evicted += count as u64;
+        self.take_out(row, mask);
+        if set != kept {
+            self.sets.drop_if_empty(set);
+        }
     }
 }
 
-/// Blocks that fit into so much memory with the table that finds them.
-fn most_nodes(bytes: usize) -> usize {
-    let bytes_of = |nodes: usize| {
-        let pieces = nodes.div_ceil(NODES);
-        nodes * size_of::<Node>() + (pieces + more(pieces)) * size_of::<Box<[Node]>>() + Table::bytes_for(nodes)
-    };
-    // By halves, from too many.
-    let (mut fits, mut too_many) = (0, (bytes / size_of::<Node>() + 1).min(NONE as usize));
-    while too_many - fits > 1 {
-        let middle = fits + (too_many - fits) / 2;
-        if bytes_of(middle) <= bytes {
-            fits = middle;
-        } else {
-            too_many = middle;
-        }
-    }
-    fits
+/// The mask of so many places of a row, from that one on.
+fn side_by_side(from: Place, count: usize) -> u16 {
+    (((1_u32 << count) - 1) << (from as usize % WIDTH)) as u16
 }
 
 /// Of the first `matching`, those who are among the holders move to the front; the others have matched `depth` blocks.

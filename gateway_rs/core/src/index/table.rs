@@ -75,14 +75,14 @@ impl<T, const PIECE: usize> IndexMut<u32> for Pieces<T, PIECE> {
     }
 }
 
-/// What a table holds: entries in pieces, chained within their bucket.
-pub(super) trait Entry {
-    /// Its hash, which places it.
-    fn hash(&self) -> u64;
+/// What a table finds: numbered entries, chained within their bucket.
+pub(super) trait Entries {
+    /// An entry's hash, which places it.
+    fn hash(&self, at: u32) -> u64;
     /// The next one of its bucket.
-    fn next(&self) -> u32;
+    fn next(&self, at: u32) -> u32;
     /// Changes that.
-    fn set_next(&mut self, next: u32);
+    fn set_next(&mut self, at: u32, next: u32);
 }
 
 /// Entries for each two buckets, on average.
@@ -140,24 +140,15 @@ impl Table {
     }
 
     /// The first entry of that hash that `is` accepts.
-    pub fn find<T: Entry, const PIECE: usize>(
-        &self,
-        entries: &Pieces<T, PIECE>,
-        hash: u64,
-        is: impl Fn(&T) -> bool,
-    ) -> Option<u32> {
+    pub fn find(&self, entries: &impl Entries, hash: u64, is: impl Fn(u32) -> bool) -> Option<u32> {
         if self.buckets == 0 {
             return None;
         }
         let mut at = self.heads[self.bucket(hash)].0;
-        while at != NONE {
-            let entry = &entries[at];
-            if is(entry) {
-                return Some(at);
-            }
-            at = entry.next();
+        while at != NONE && !is(at) {
+            at = entries.next(at);
         }
-        None
+        (at != NONE).then_some(at)
     }
 
     /// The first entry of each hash's bucket: so many look-ups at once, that memory may answer them together.
@@ -169,35 +160,39 @@ impl Table {
     }
 
     /// Puts in an entry that is not in.
-    pub fn insert<T: Entry, const PIECE: usize>(&mut self, entries: &mut Pieces<T, PIECE>, at: u32) {
+    pub fn insert(&mut self, entries: &mut impl Entries, at: u32) {
         if self.entries * 2 >= self.buckets * LOAD {
             self.split(entries);
         }
         self.entries += 1;
-        let bucket = self.bucket(entries[at].hash());
+        self.push(entries, at);
+    }
+
+    fn push(&mut self, entries: &mut impl Entries, at: u32) {
+        let bucket = self.bucket(entries.hash(at));
         let head = &mut self.heads[bucket].0;
-        entries[at].set_next(*head);
+        entries.set_next(at, *head);
         *head = at;
     }
 
     /// Takes out an entry that is in.
-    pub fn remove<T: Entry, const PIECE: usize>(&mut self, entries: &mut Pieces<T, PIECE>, at: u32) {
-        let next = entries[at].next();
-        let bucket = self.bucket(entries[at].hash());
+    pub fn remove(&mut self, entries: &mut impl Entries, at: u32) {
+        let next = entries.next(at);
+        let bucket = self.bucket(entries.hash(at));
         let mut before = self.heads[bucket].0;
         if before == at {
             self.heads[bucket].0 = next;
         } else {
-            while entries[before].next() != at {
-                before = entries[before].next();
+            while entries.next(before) != at {
+                before = entries.next(before);
             }
-            entries[before].set_next(next);
+            entries.set_next(before, next);
         }
         self.entries -= 1;
     }
 
     /// One bucket more: it takes over half of an older one.
-    fn split<T: Entry, const PIECE: usize>(&mut self, entries: &mut Pieces<T, PIECE>) {
+    fn split(&mut self, entries: &mut impl Entries) {
         if self.buckets == self.heads.len() {
             self.heads.grow(BUCKETS);
         }
@@ -209,11 +204,8 @@ impl Table {
         let old = new - (self.buckets.next_power_of_two() / 2) as u32;
         let mut at = std::mem::replace(&mut self.heads[old].0, NONE);
         while at != NONE {
-            let next = entries[at].next();
-            let bucket = self.bucket(entries[at].hash());
-            let head = &mut self.heads[bucket].0;
-            entries[at].set_next(*head);
-            *head = at;
+            let next = entries.next(at);
+            self.push(entries, at);
             at = next;
         }
     }

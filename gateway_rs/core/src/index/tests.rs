@@ -1,6 +1,9 @@
 //! Against a slow model in sets; and what stays when there is no room for all.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::atomic::Ordering,
+};
 
 use proptest::prelude::*;
 
@@ -25,38 +28,51 @@ impl PrefixIndex {
         assert!(self.bytes() <= limits.bytes, "{} of {}", self.bytes(), limits.bytes);
         let (mut blocks, mut held, mut owned) = (0, BTreeMap::<WorkerId, usize>::new(), 0);
         let mut roots = BTreeMap::<u32, u32>::new();
-        for set in 0..self.sets.len() as u32 {
-            let of = &self.sets[set];
+        let mut rows = 0;
+        for set in 0..self.sets.sets.len() as u32 {
+            let of = &self.sets.sets[set];
             if of.workers.is_empty() {
                 continue;
             }
-            assert!(of.workers.is_sorted_by(|a, b| a < b) && of.blocks > 0);
+            assert!(of.workers.is_sorted_by(|a, b| a < b) && of.first != NONE);
             owned += size_of_val(&*of.workers);
-            let (mut node, mut before, mut count) = (of.first, NONE, 0);
-            while node != NONE {
-                let at = &self.nodes[node];
-                assert_eq!((at.set, at.before), (set, before));
-                assert_eq!(self.find(self.name(at.key)), Some(node));
-                *roots.entry(at.root).or_default() += 1;
-                (before, node, count) = (node, at.after, count + 1);
+            let (mut number, mut count, mut no_more_room) = (of.first, 0, false);
+            loop {
+                let row = self.rows.row(number);
+                assert_eq!(row.set, set);
+                assert_eq!(self.rows.row(row.after).before, number);
+                assert!(row.taken != 0 && row.used.load(Ordering::Relaxed) & !row.taken == 0);
+                assert!(row.is_full() || !no_more_room, "rows with room come first");
+                no_more_room = row.is_full();
+                rows += 1;
+                for place in places(number, row.taken) {
+                    assert_eq!(self.rows.find(self.rows.name(place)), Some(place));
+                    *roots.entry(self.rows.root(place)).or_default() += 1;
+                    count += 1;
+                }
+                number = row.after;
+                if number == of.first {
+                    break;
+                }
             }
-            assert_eq!(count, of.blocks);
-            blocks += count as usize;
+            blocks += count;
             for &worker in &of.workers {
-                *held.entry(worker).or_default() += count as usize;
-                assert!(self.workers[worker as usize].sets.binary_search(&set).is_ok());
+                *held.entry(worker).or_default() += count;
+                assert!(self.sets.workers[worker as usize].sets.binary_search(&set).is_ok());
             }
         }
+        assert_eq!(rows + self.rows.free_rows(), self.rows.len());
         assert_eq!(blocks, self.len());
         assert_eq!(held.values().sum::<usize>(), self.holdings());
-        for (worker, of) in self.workers.iter().enumerate() {
+        for (worker, of) in self.sets.workers.iter().enumerate() {
             assert_eq!(of.blocks, held.get(&(worker as u32)).copied().unwrap_or(0));
             owned += of.sets.capacity() * size_of::<u32>();
         }
-        assert_eq!(owned, self.owned_bytes);
-        for (root, blocks) in roots {
-            assert_eq!(self.roots[root].blocks, blocks);
+        assert_eq!(owned, self.sets.owned_bytes);
+        for (&root, &blocks) in &roots {
+            assert_eq!(self.roots.blocks(root), blocks);
         }
+        assert_eq!(self.roots.in_use(), roots.len());
     }
 }
 
@@ -210,6 +226,10 @@ fn any_change(blocks: u64) -> impl Strategy<Value = Change> {
 struct Model(BTreeSet<(WorkerId, u64)>);
 
 impl Model {
+    fn holds(&self, worker: WorkerId, block: u64) -> bool {
+        self.0.contains(&(worker, block))
+    }
+
     fn apply(&mut self, change: &Change) {
         match change {
             Change::Store(worker, parent, blocks) => {
@@ -231,7 +251,81 @@ fn apply(index: &mut PrefixIndex, change: &Change) {
     }
 }
 
+/// Prompts that branch: block `at` of branch `branch`, which leaves the one before it after 5 blocks, 10, 15 and so on.
+fn branch(branch: u64, length: u64) -> Vec<u64> {
+    (0..length).map(|at| 1 + at + 1000 * branch.min(at / 5)).collect()
+}
+
+/// As engines do it: chains come in pieces, and go from their end, or from anywhere.
+fn any_long_change() -> impl Strategy<Value = Vec<Change>> {
+    let chain = || (0_u64..8, 1_u64..60).prop_map(|(at, length)| branch(at, length));
+    let store = (0_u32..6, chain(), 1_usize..40).prop_map(|(worker, chain, piece)| {
+        let parents = std::iter::once(NO_BLOCK).chain(chain.chunks(piece).filter_map(|piece| piece.last().copied()));
+        let pieces = parents.zip(chain.chunks(piece));
+        pieces
+            .map(|(parent, piece)| Change::Store(worker, parent, piece.to_vec()))
+            .collect()
+    });
+    let remove = (0_u32..6, chain(), 0_usize..60, any::<bool>()).prop_map(|(worker, mut chain, from, backwards)| {
+        chain.drain(..from.min(chain.len() - 1));
+        if backwards {
+            chain.reverse();
+        }
+        vec![Change::Remove(worker, chain)]
+    });
+    prop_oneof![6 => store, 4 => remove, 1 => (0_u32..6).prop_map(|worker| vec![Change::Clear(worker)])]
+}
+
 proptest! {
+    #[test]
+    fn rows_agree_with_a_plain_list(
+        changes in prop::collection::vec(any_long_change(), 0..40), asked in (0_u64..8, 1_u64..60), seed in any::<u64>(),
+    ) {
+        let limits = Limits::default();
+        let (mut index, mut model) = (PrefixIndex::new(limits, seed), Model::default());
+        let prompt = branch(asked.0, asked.1);
+        for change in changes.iter().flatten() {
+            apply(&mut index, change);
+            model.apply(change);
+            index.check(limits);
+            let leading = |worker| prompt.iter().take_while(|&&block| model.holds(worker, block)).count() as u32;
+            let expected = (0..6).map(|worker| (worker, leading(worker))).filter(|pair| pair.1 > 0).collect();
+            prop_assert_eq!(overlaps(&index, &prompt), expected);
+            prop_assert!((0..6).all(|worker| index.leading(worker, &prompt) == leading(worker)));
+            prop_assert_eq!(index.holdings(), model.0.len());
+        }
+    }
+
+    /// However few rows there are: what is known is so, and a match says no more than that.
+    #[test]
+    fn rows_that_run_short(
+        changes in prop::collection::vec(any_long_change(), 0..80), bytes in 0_usize..30_000, root_share in 0.0_f64..1.0,
+        asked in (0_u64..8, 1_u64..60),
+    ) {
+        let limits = Limits { bytes, root_share };
+        let (mut index, mut model) = (PrefixIndex::new(limits, 7), Model::default());
+        let prompt = branch(asked.0, asked.1);
+        for change in changes.iter().flatten() {
+            apply(&mut index, change);
+            match change {
+                Change::Store(worker, _, blocks) => model.0.extend(blocks.iter().map(|&block| (*worker, block))),
+                change => model.apply(change),
+            }
+            index.check(limits);
+            let mut holdings = 0;
+            for worker in 0..6 {
+                for block in index.held(worker).into_iter().flatten() {
+                    prop_assert!(model.holds(worker, block) && index.holds(worker, block));
+                    holdings += 1;
+                }
+                let known = prompt.iter().take_while(|&&block| index.holds(worker, block)).count() as u32;
+                prop_assert_eq!(index.leading(worker, &prompt), known);
+                prop_assert_eq!(overlaps(&index, &prompt).get(&worker).copied().unwrap_or(0), known);
+            }
+            prop_assert_eq!(holdings, index.holdings());
+        }
+    }
+
     #[test]
     fn agrees_with_a_plain_list(
         changes in prop::collection::vec(any_change(16), 0..80), prompt in prop::collection::vec(1_u64..16, 0..6),
