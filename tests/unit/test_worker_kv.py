@@ -266,3 +266,67 @@ def test_what_is_kept_already_is_not_saved_again() -> None:
         accounts.close(lane, [1, 2, 3, 4, 5], 5, keep=True)
         saved.append(sum(isinstance(each, SaveBlock) for each in accounts.take_operations()))
     assert saved == [2, 0, 0]
+
+
+def test_a_hot_beginning_cannot_push_out_all_others() -> None:
+    for beside in (16, None):
+        accounts = KvAccounts(16, SIZE, 4, hash_blocks=names, keep_beside=beside)
+
+        def use(ids: list[int], accounts: KvAccounts = accounts) -> int:
+            lane = accounts.admit(ids, Scope(), reuse=True, headroom=0)
+            assert lane is not None
+            reused = len(lane.path)
+            accounts.commit(lane, ids, len(ids))
+            accounts.close(lane, ids, len(ids), keep=True)
+            return reused
+
+        quiet = [[100 * each] * 5 for each in range(1, 4)]
+        assert [use(ids) for ids in quiet] == [0, 0, 0]
+        # One first block with ever new continuations, a hundred times as many blocks as there are places.
+        for number in range(800):
+            use([1, 1, number, number, -number, -number, 0])
+        assert [use(ids) for ids in quiet] == [2, 2, 2]
+        # Nobody else wants room: it may have all that is left.
+        assert accounts.cached_blocks > 12
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**32), beside=st.none() | st.integers(0, 40))
+def test_nothing_grows_under_prompts_that_are_made_to(seed: int, beside: int | None) -> None:
+    """New beginnings, endless continuations of one, deep repetitions, new scopes, none ever alike: what is remembered
+    stays within the blocks that there are, in the KV and beside it."""
+    dice = random.Random(seed)
+    blocks, lanes = 24, 4
+    kv = KvAccounts(blocks, SIZE, lanes, hash_blocks=names, keep_beside=beside)
+    most = blocks + (blocks if beside is None else beside)
+    running: list[tuple[Lane, list[int]]] = []
+
+    def prompt(number: int) -> tuple[list[int], Scope]:
+        length = dice.randint(1, blocks * SIZE)
+        kind = dice.randrange(4)
+        if kind == 0:
+            return [number] * length, Scope()
+        if kind == 1:
+            return [0] * (length // 2) + [number] * (length - length // 2), Scope()
+        if kind == 2:
+            return [0] * length, Scope(salt=number.to_bytes(4), private=dice.choice((None, number)))
+        return [dice.randrange(3) for _ in range(length)], Scope(lora=dice.choice(("", "a")))
+
+    for number in range(1, 300):
+        ids, scope = prompt(number)
+        while (lane := kv.admit(ids, scope, reuse=scope.private is None, headroom=0)) is None:
+            old, text = running.pop(dice.randrange(len(running)))
+            kv.close(old, text, dice.randint(len(old.path) * SIZE, len(text)), keep=dice.random() < 0.9)
+        kv.commit(lane, ids, len(ids))
+        running.append((lane, ids))
+        kv.take_operations()
+        kv.take_changes()
+        nodes = list(kv._roots.values())
+        for node in nodes:
+            nodes += node.children.values()
+        assert len(nodes) - len(kv._roots) <= most
+        assert len(kv._roots) <= most
+        places = [node.place for node in nodes if node.place is not None]
+        assert sorted([*places, *kv._free_places]) == list(range(most - blocks))
+        assert sum(map(len, kv._kept_of.values())) == len(kv._kept) == len(places)
+        assert kv.used_blocks <= blocks

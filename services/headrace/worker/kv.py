@@ -13,7 +13,9 @@ What no lane uses any more is *kept* for reuse, block by block, each in a number
 leaves, loaded when a new one comes. Places are either **beside** the KV (``keep_beside`` of them: llama.cpp, whose
 attention looks at every cell in use, so that what is kept among the cells would slow down every step of everybody; its
 places are plain memory) or **in** it, as cells that are free on demand. The least recently used goes first; a path is
-touched from its end, so that a block always goes before those it follows.
+touched from its end, so that a block always goes before those it follows. A *beginning* (all that has the same first
+block) that has more than its share of what is kept makes room among its own, so that one hot prompt with ever new
+continuations cannot push out all others.
 
 Nothing here touches an engine: changes come out as operations (``take_operations``), to be applied in order before the
 next step, and as block changes (``take_changes``).
@@ -26,6 +28,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.worker.engine import BlockChange, BlocksRemoved, BlocksStored
+
+#: Of what is kept, what one beginning may have while others want room: the share that the prefix index gives a root.
+BEGINNING_SHARE = 0.5
 
 #: The chained hashes of the full blocks of these ids: ``hash_blocks(ids, lora, salt)``.
 HashBlocks = Callable[[list[int], str, bytes], list[int]]
@@ -94,10 +99,12 @@ class Scope:
 class _Node:
     """A full block: on the lanes that run over it, or kept in a place, or both."""
 
-    __slots__ = ("children", "hash", "ids", "lanes", "parent", "place", "scope")
+    __slots__ = ("beginning", "children", "hash", "ids", "lanes", "parent", "place", "scope")
 
     def __init__(self, parent: _Node | None, scope: Scope, ids: tuple[int, ...], hash_: int) -> None:
         self.parent = parent
+        #: The first block of its path; a root has none, and is above all beginnings.
+        self.beginning: _Node = self if parent is None or parent.parent is None else parent.beginning
         self.scope = scope
         self.ids = ids
         self.hash = hash_
@@ -166,6 +173,8 @@ class KvAccounts:
         self._roots: dict[Scope, _Node] = {}
         #: All that have a place; the least recently used first, no block before those that follow it.
         self._kept: OrderedDict[_Node, None] = OrderedDict()
+        #: The same by beginning, each in that order.
+        self._kept_of: dict[_Node, OrderedDict[_Node, None]] = {}
         self._used_nodes = 0
         self._private_blocks = 0
         self._operations: list[Operation] = []
@@ -320,7 +329,7 @@ class KvAccounts:
         """Gives up all that is kept for reuse."""
         removed: list[int] = []
         while self._kept:
-            self._give_up_oldest(removed)
+            self._give_up_one(None, removed)
         self._forget(removed)
 
     # --- KV from elsewhere -------------------------------------------------------------------------------------------
@@ -458,31 +467,41 @@ class KvAccounts:
         if not self._beside and len(self._kept) > self.total_blocks - self.used_blocks:
             removed: list[int] = []
             while len(self._kept) > self.total_blocks - self.used_blocks:
-                self._give_up_oldest(removed)
+                self._give_up_one(lane.path[0] if lane.path else None, removed)
             self._forget(removed)
 
     # --- inside: what is kept ----------------------------------------------------------------------------------------
 
     def _save(self, lane: Lane, node: _Node, depth: int, removed: list[int]) -> None:
         if not self._free_places:
-            self._give_up_oldest(removed)
+            self._give_up_one(node.beginning, removed)
         node.place = self._free_places.pop()
         self._kept[node] = None
+        self._kept_of.setdefault(node.beginning, OrderedDict())[node] = None
         end = depth * self.block_tokens
         self._operations.append(SaveBlock(lane.id, node.place, end - self.block_tokens, end))
 
     def _touch(self, node: _Node) -> None:
         if node.place is not None:
             self._kept.move_to_end(node)
+            self._kept_of[node.beginning].move_to_end(node)
 
     def _vacate(self, node: _Node) -> None:
         assert node.place is not None
         del self._kept[node]
+        kept_of = self._kept_of[node.beginning]
+        del kept_of[node]
+        if not kept_of:
+            del self._kept_of[node.beginning]
         self._free_places.append(node.place)
         node.place = None
 
-    def _give_up_oldest(self, removed: list[int]) -> None:
-        node = next(iter(self._kept))
+    def _give_up_one(self, beginning: _Node | None, removed: list[int]) -> None:
+        """The least recently used of all, or of the beginning that wants room when it has more than its share."""
+        own = self._kept_of.get(beginning) if beginning is not None else None
+        if own is None or len(own) <= BEGINNING_SHARE * len(self._kept):
+            own = self._kept
+        node = next(iter(own))
         self._vacate(node)
         if not node.lanes:
             self._remove(node, removed)
