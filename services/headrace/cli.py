@@ -126,7 +126,10 @@ def up(
     overrides: Overrides = None,
     workers: Annotated[int, typer.Option(help="Workers to start.")] = 1,
     engine: Annotated[
-        str, typer.Option(help="llama_cpp, tensorrt_llm, trtllm_grpc or sim.", show_default="the configured one")
+        str,
+        typer.Option(
+            help="llama_cpp, tensorrt_llm, trtllm_grpc, openengine or sim.", show_default="the configured one"
+        ),
     ] = "",
     model: Annotated[
         str,

@@ -249,14 +249,14 @@ class WorkerConfig:
     engine: str = setting(
         "llama_cpp",
         "what generates: a real engine, or timed ids",
-        choices=("llama_cpp", "tensorrt_llm", "trtllm_grpc", "sim"),
+        choices=("llama_cpp", "tensorrt_llm", "trtllm_grpc", "openengine", "sim"),
     )
     slots: int = setting(16, "choices generated at once", minimum=1, maximum=4096)
     context_tokens: int = setting(0, "prompt and answer of one request; 0 = what the model was made for", minimum=0)
     kv_tokens: int = setting(
         16384,
         # Not tensorrt_llm, which sizes its KV by itself.
-        "tokens of KV in all: the engine's hard memory bound, or (trtllm_grpc) what it is said to have",
+        "tokens of KV in all: the engine's hard memory bound, or what one behind gRPC is said to have",
         minimum=16,
     )
     block_tokens: int = setting(16, "tokens of one KV block", minimum=1, maximum=512)
@@ -297,14 +297,15 @@ class WorkerConfig:
     )
     engine_address: str = setting(
         "",
-        "trtllm_grpc engine: where it serves trtllm.TrtllmService (trtllm-serve --grpc)",
+        "trtllm_grpc and openengine engines: where it serves (trtllm-serve --grpc)",
         address="peer",
         optional=True,
     )
-    engine_start_timeout_s: float = setting(3600.0, "trtllm_grpc engine: time for it to become ready", minimum=0.1)
+    engine_start_timeout_s: float = setting(3600.0, "the same engines: time to become ready", minimum=0.1)
     trtllm_service: bool = setting(
         False, "serve trtllm.TrtllmService too, the protocol of trtllm-serve --grpc, for gateways that speak it"
     )
+    openengine_service: bool = setting(False, "serve OpenEngine v1 too, for gateways that speak it")
     draft_tokens: int = setting(
         # Off: answers that repeat their prompt gain, the others pay a little for trying.
         0,
@@ -625,8 +626,8 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"worker.context_tokens: must be at most worker.kv_tokens ({worker.kv_tokens}), got {worker.context_tokens}"
         )
-    if worker.engine == "trtllm_grpc" and not worker.engine_address:
-        raise ConfigError("worker.engine_address: the trtllm_grpc engine needs it")
+    if worker.engine in ("trtllm_grpc", "openengine") and not worker.engine_address:
+        raise ConfigError(f"worker.engine_address: the {worker.engine} engine needs it")
     for section in ("router", "scheduler", "cache", "worker"):
         _check_listeners(section, getattr(config, section))
     endpoint = config.telemetry.otlp_endpoint

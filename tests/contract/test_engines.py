@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.support import standin
+from tests.support import openengine_server, standin
 from tests.support.engines import PATIENCE_S, Bench, names
-from tests.support.fronted import Fronted
+from tests.support.fronted import Fronted, worker
 from tests.support.waiting import eventually
 
 from headrace.config import WorkerConfig
@@ -29,6 +29,8 @@ from headrace.worker.engine import (
     Request,
     Stopping,
 )
+from headrace.worker.engines.openengine import OpenEngineDialect
+from headrace.worker.engines.remote import Dialect
 from headrace.worker.loop import BatchLoop
 from headrace.worker.selfbatched import SelfBatched
 
@@ -73,10 +75,33 @@ def tensorrt_llm_on_gpu() -> SelfBatched:
     return standin.real_engine(CONFIG, kv_tokens=1024, context_tokens=1024)
 
 
-def trtllm_grpc() -> Engine:
-    """Before another worker that serves the protocol; on the stand-in with one end id, for which all is exact."""
+#: With one end id, for which all is exact.
+ONE_END = standin.folder(1024, standin.EOS_IDS[:1])
+
+
+def before_a_worker(dialect: Dialect) -> Engine:
+    """Before another worker that serves the protocol; on the stand-in."""
     inner = standin.engine(CONFIG, kv_tokens=1024, context_tokens=1024, step_s=0.001, eos_ids=standin.EOS_IDS[:1])
-    return Fronted(inner, standin.folder(1024, standin.EOS_IDS[:1]), CONFIG)
+    return Fronted(worker(inner, ONE_END, CONFIG), dialect, ONE_END, CONFIG)
+
+
+def trtllm_grpc() -> Engine:
+    from headrace.worker.engines.trtllm_grpc import TrtllmDialect
+
+    return before_a_worker(TrtllmDialect(ONE_END))
+
+
+def openengine() -> Engine:
+    """Before what TensorRT-LLM's own server does."""
+    arguments = {
+        "max_seq_len": 1024,
+        "max_batch_size": CONFIG.slots,
+        "enable_chunked_prefill": True,
+        "guided_decoding_backend": "xgrammar",
+        "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 1024},
+    }
+    server = openengine_server.running(arguments, standin.EOS_IDS[0], step_s=0.001, version="1.4.0rc4")
+    return Fronted(server, OpenEngineDialect(), ONE_END, CONFIG)
 
 
 def llama_cpp_guessing() -> BatchLoop:
@@ -95,7 +120,10 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "tensorrt_llm 1.4": lambda: tensorrt_llm("1.4.0rc4"),
     "tensorrt_llm on a GPU": tensorrt_llm_on_gpu,
     "trtllm_grpc": trtllm_grpc,
+    "openengine": openengine,
+    "openengine before a worker": lambda: before_a_worker(OpenEngineDialect()),
 }
+BEHIND_GRPC = ("trtllm_grpc", "openengine")
 MARKS = {
     "llama_cpp": [pytest.mark.model],
     "llama_cpp guessing ahead": [pytest.mark.model],
@@ -179,6 +207,8 @@ async def test_choices_are_counted_together(bench: Bench) -> None:
 
 
 async def test_end_of_sequence_and_what_holds_it_back(bench: Bench) -> None:
+    if bench.engine.describe().engine == "openengine":
+        pytest.skip("its protocol has no biases: test_openengine.py has ends of another model")
     eos = bench.engine.describe().eos_ids[0]
     # A bias that makes the end certain; the sim engine ends by itself at 12.
     options: dict[str, Any] = {"logit_bias": {eos: 500.0}}
@@ -204,7 +234,7 @@ async def test_stop_ids(bench: Bench) -> None:
     assert answer.ids == free[: free.index(stop) + 1]
     assert answer.finish is not None
     assert answer.finish.outcome == STOP
-    if bench.engine.describe().engine == "trtllm_grpc":
+    if bench.engine.describe().engine in BEHIND_GRPC:
         pytest.skip("its protocol holds back no stop ids, and such requests are refused")
     (later,) = await bench.ask(PROMPT, max_tokens=6, ignore_eos=True, stop_ids=frozenset({stop}), min_tokens=4)
     assert stop not in later.ids[:4]
@@ -248,7 +278,7 @@ async def test_a_prefix_is_reused_and_counted(bench: Bench) -> None:
     assert (await bench.ended(other))[0].ids == (await bench.ended(private))[0].ids == ids[0]
     assert bench.cached[other.key] == bench.cached[private.key] == 0
     # An engine with a process of its own tells of its blocks when it is asked.
-    told = bench.engine.describe().engine != "trtllm_grpc"
+    told = bench.engine.describe().engine not in BEHIND_GRPC
     await bench.until(lambda: not told or set(bench.names(prompt, b"reuse")) <= bench.held)
     load = await bench.at_rest()
     assert load.kv_blocks_cached == len(bench.held)

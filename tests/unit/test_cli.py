@@ -80,7 +80,7 @@ def test_the_configuration_file_may_come_from_the_environment(
         (["up", "--workers", "0"], "--workers: must be at least 1, got 0"),
         (
             ["up", "--engine", "gpu"],
-            "worker.engine: must be one of llama_cpp, tensorrt_llm, trtllm_grpc, sim",
+            "worker.engine: must be one of llama_cpp, tensorrt_llm, trtllm_grpc, openengine, sim",
         ),
         (["up", "--model", "nope"], "--model: 'nope' is neither a model of the configuration"),
         (["up", "--http-port", "70000"], "router.http_address: port must be at most 65535, got 70000"),

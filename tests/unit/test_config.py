@@ -40,7 +40,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ("[worker]\nprefix_cache = 1", "worker.prefix_cache: expected true or false, got 1"),
         (
             "[worker]\nengine = 'gpu'",
-            "worker.engine: must be one of llama_cpp, tensorrt_llm, trtllm_grpc, sim",
+            "worker.engine: must be one of llama_cpp, tensorrt_llm, trtllm_grpc, openengine, sim",
         ),
         ("[router]\ndrain_grace_s = nan", "router.drain_grace_s: expected a finite number, got nan"),
         ("[router]\ndrain_grace_s = inf", "router.drain_grace_s: expected a finite number, got inf"),

@@ -11,6 +11,7 @@ kernels. What it leaves to others: validation (``validate.py``), streams and the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -58,6 +59,13 @@ class Guided:
 
     kind: str
     text: str
+
+    def as_regex(self) -> str:
+        """Choices, for engines that know regular expressions. Not ``re.escape``: other dialects refuse some of it."""
+        texts: list[str] = json.loads(self.text)
+        return "|".join(
+            "".join("\\" + letter if letter in r"\.^$*+?{}[]()|/" else letter for letter in text) for text in texts
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +145,7 @@ class Delta:
     ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
-    #: With the request's first delta.
+    #: With the request's first delta, or as soon as the engine has told.
     cached_prompt_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     #: Where the KV waits to be fetched, after a hand-off's first half.

@@ -110,10 +110,12 @@ class Run:
 class Inbox(Protocol):
     """What a driver tells, on the event loop's thread."""
 
-    def tokens(self, run: Run, ids: list[int], logprobs: list[TokenLogprobs] | None, cached_tokens: int) -> None:
-        """New ids; ``cached_tokens`` of its prompt were reused (as of the first)."""
+    def tokens(self, run: Run, ids: list[int], logprobs: list[TokenLogprobs] | None, cached_tokens: int | None) -> None:
+        """New ids; ``cached_tokens`` of its prompt were reused (as of the first; None = told at its end)."""
 
-    def ended(self, run: Run, outcome: Outcome, why: types_pb2.Error | None = None) -> None:
+    def ended(
+        self, run: Run, outcome: Outcome, why: types_pb2.Error | None = None, cached_tokens: int | None = None
+    ) -> None:
         """It is out of the engine: STOP or LENGTH by its own end, CANCELLED when aborted, or FAILED, REJECTED."""
 
     def handed_over(self, run: Run, reference: str) -> None:
@@ -386,7 +388,7 @@ class SelfBatched:
 
     # --- the driver's inbox -----------------------------------------------------------------------------------------
 
-    def tokens(self, run: Run, ids: list[int], logprobs: list[TokenLogprobs] | None, cached_tokens: int) -> None:
+    def tokens(self, run: Run, ids: list[int], logprobs: list[TokenLogprobs] | None, cached_tokens: int | None) -> None:
         """See ``Inbox.tokens``."""
         sequence = run.sequence
         if sequence.run is not run or not ids:
@@ -396,9 +398,10 @@ class SelfBatched:
         if state.first_token_s is None:
             state.first_token_s = self._clock()
             self._totals[0] += len(state.request.prompt_ids)
+            self._start_others(state)
+        if state.cached_tokens is None and cached_tokens is not None:
             self._totals[1] += cached_tokens
             delta.cached_prompt_tokens = state.cached_tokens = cached_tokens
-            self._start_others(state)
         if sequence.aborting:
             # Its end has been decided; what still comes is nobody's.
             return
@@ -407,11 +410,20 @@ class SelfBatched:
         if not state.internal:
             self._deltas.append(delta)
 
-    def ended(self, run: Run, outcome: Outcome, why: types_pb2.Error | None = None) -> None:
+    def ended(
+        self, run: Run, outcome: Outcome, why: types_pb2.Error | None = None, cached_tokens: int | None = None
+    ) -> None:
         """See ``Inbox.ended``."""
         sequence = run.sequence
         if sequence.run is not run:
             return
+        state = sequence.state
+        # Only now, of the first run: later ones find what it has computed.
+        first_run = sequence.choice == 0 and len(run.prompt_ids) == len(state.request.prompt_ids)
+        late = cached_tokens if first_run and sequence.ids and state.cached_tokens is None else None
+        if late is not None:
+            self._totals[1] += late
+            state.cached_tokens = late
         self._out_of_engine(sequence)
         aborting, sequence.aborting = sequence.aborting, None
         if aborting == types_pb2.OUTCOME_UNSPECIFIED and outcome == CANCELLED:
@@ -429,13 +441,20 @@ class SelfBatched:
             # Both at once: the engine looks at the length first.
             outcome = STOP
         self._finish(sequence, outcome, why)
+        if late is not None and not state.internal:
+            self._deltas[-1].cached_prompt_tokens = late
 
     def handed_over(self, run: Run, reference: str) -> None:
         """See ``Inbox.handed_over``."""
         sequence = run.sequence
+        if sequence.run is not run or sequence.aborting:
+            return
         last = self._deltas[-1] if self._deltas else None
-        if last is not None and last.key == sequence.request.key and not sequence.aborting:
-            last.kv_reference = reference
+        if last is None or last.key != sequence.request.key:
+            # Its id has left already.
+            last = Delta(sequence.request.key, sequence.choice, len(sequence.ids), [])
+            self._deltas.append(last)
+        last.kv_reference = reference
 
     def stepped(self, iteration: int, cost: StepCost | None = None, blocks: list[BlockChange] | None = None) -> None:
         """See ``Inbox.stepped``."""

@@ -24,7 +24,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from prometheus_client import CollectorRegistry, Histogram
@@ -55,6 +55,9 @@ from headrace.worker.handoffs import Handoffs
 from headrace.worker.links import CacheLink, SchedulerLink
 from headrace.worker.transfer import Progress, Received, Waiters, give, take
 from headrace.worker.validate import begun, request_of
+
+if TYPE_CHECKING:
+    from headrace.worker.engines.remote import Dialect
 
 log = logging.getLogger(__name__)
 
@@ -794,7 +797,7 @@ def make_engine(
 ) -> Engine:
     """The engine that is asked for. Raises ConfigError or ModelError."""
     config = settings.worker
-    if config.engine in ("tensorrt_llm", "trtllm_grpc"):
+    if config.engine in ("tensorrt_llm", "trtllm_grpc", "openengine"):
         return _self_batched(settings, model, folder, certificates)
     from headrace.worker.hashes import block_namer
     from headrace.worker.loop import Backend, BatchLoop
@@ -832,11 +835,9 @@ def _self_batched(settings: Config, model: ModelConfig, folder: models.ModelFold
         check_settings(config, settings.tensorrt_llm)
         driver = TensorRtLlm(folder, config, model, settings.tensorrt_llm)
     else:
-        try:
-            from headrace.worker.engines.trtllm_grpc import TrtllmGrpc
-        except ImportError as missing:
-            raise ConfigError(f"worker.engine: needs the extra headrace[trtllm-grpc] ({missing})") from missing
-        driver = TrtllmGrpc(folder, config, certificates)
+        from headrace.worker.engines.remote import RemoteEngine
+
+        driver = RemoteEngine(_dialect(config, folder), folder, config, certificates)
     return SelfBatched(
         driver,
         slots=config.slots,
@@ -844,6 +845,18 @@ def _self_batched(settings: Config, model: ModelConfig, folder: models.ModelFold
         stall_timeout_s=config.stall_timeout_s,
         canary_s=settings.tensorrt_llm.canary_s,
     )
+
+
+def _dialect(config: WorkerConfig, folder: models.ModelFolder) -> Dialect:
+    if config.engine == "openengine":
+        from headrace.worker.engines.openengine import OpenEngineDialect
+
+        return OpenEngineDialect()
+    try:
+        from headrace.worker.engines.trtllm_grpc import TrtllmDialect
+    except ImportError as missing:
+        raise ConfigError(f"worker.engine: needs the extra headrace[trtllm-grpc] ({missing})") from missing
+    return TrtllmDialect(folder)
 
 
 def _cost_table(name: str) -> CostTable:
@@ -882,13 +895,18 @@ def _prepare(model: ModelConfig, *, needs_weights: bool) -> models.ModelFolder:
     return models.prepare(model.source, model.quantization, weights=needs_weights, progress=progress)
 
 
-def _add_trtllm_service(server: Service, servicer: WorkerService, folder: models.ModelFolder) -> None:
-    try:
-        from headrace.worker import trtllm_service
-    except ImportError as missing:
-        raise ConfigError(f"worker.trtllm_service: needs the extra headrace[trtllm-grpc] ({missing})") from missing
-    door = trtllm_service.TrtllmService(servicer, folder)
-    server.add(trtllm_service.add_to_server, door, trtllm_service.FULL_NAME)
+def _add_doors(server: Service, servicer: WorkerService, folder: models.ModelFolder, config: WorkerConfig) -> None:
+    """Other protocols that were asked for."""
+    if config.openengine_service:
+        from headrace.worker import openengine_service
+
+        openengine_service.add(server, servicer, folder)
+    if config.trtllm_service:
+        try:
+            from headrace.worker import trtllm_service
+        except ImportError as missing:
+            raise ConfigError(f"worker.trtllm_service: needs the extra headrace[trtllm-grpc] ({missing})") from missing
+        trtllm_service.add(server, servicer, folder)
 
 
 async def _serve(
@@ -902,8 +920,7 @@ async def _serve(
     server = Service("worker", config.address, metrics_address=config.metrics_address, tls=certificates)
     servicer = WorkerService(config, engine, server.registry, tls=certificates)
     server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, FULL_NAME)
-    if config.trtllm_service:
-        _add_trtllm_service(server, servicer, folder)
+    _add_doors(server, servicer, folder, config)
     scheduler, cache = _links(config, model, servicer, engine, lambda: server.address, certificates, began_s)
     publishing: list[asyncio.Task[None]] = []
     await server.start()

@@ -1,21 +1,18 @@
 """``trtllm.TrtllmService`` from any engine: what speaks to ``trtllm-serve --grpc`` can stand before this worker.
 
-The messages are those of the package ``smg-grpc-proto``. A request becomes what a router would have sent, and goes
-through the same validation, books and spans (``service.py``). What differs from a router: the parts of a request that
-have no counterpart here are refused rather than left out; stop strings are looked for here, because this protocol
-expects it of the engine.
+The messages are those of the package ``smg-grpc-proto``; the rest is ``door.py``'s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import logging
 import random
 import zipfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -23,21 +20,16 @@ from smg_grpc_proto import trtllm_service_pb2, trtllm_service_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from headrace.models import ModelFolder
-from headrace.serving import StreamError
+from headrace.serving import Service, StreamError
 from headrace.status import STATUS
-from headrace.tokenizer import StreamDecoder, Tokenizer
 from headrace.v1 import types_pb2, worker_pb2
-from headrace.worker.engine import Delta, TokenLogprobs
-from headrace.worker.service import RouterStream, WorkerService
+from headrace.worker.door import EPOCH, NUMBER, Answer, Door, Failed, Piece, Refused, Stops
+from headrace.worker.engine import TokenLogprobs
+from headrace.worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 
-FULL_NAME = "trtllm.TrtllmService"
-add_to_server = trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server
-
 _CHUNK_BYTES = 1 << 20
-#: Of the one request on each stream.
-_NUMBER, _EPOCH = 1, 1
 #: An id with this bias is never drawn.
 _NEVER = -1000.0
 _REASONS = {
@@ -49,12 +41,10 @@ _REASONS = {
 _GUIDES = trtllm_service_pb2.GuidedDecodingParams
 
 
-class _Refused(Exception):
-    """The request cannot be done; the text says which field."""
-
-    def __init__(self, text: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
-        super().__init__(text)
-        self.code = code
+def add(server: Service, worker: WorkerService, folder: ModelFolder) -> None:
+    """Serves it too."""
+    service = TrtllmService(worker, folder)
+    server.add(trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server, service, "trtllm.TrtllmService")
 
 
 class TrtllmService(trtllm_service_pb2_grpc.TrtllmServiceServicer):  # type: ignore[misc]
@@ -63,9 +53,7 @@ class TrtllmService(trtllm_service_pb2_grpc.TrtllmServiceServicer):  # type: ign
     def __init__(self, worker: WorkerService, folder: ModelFolder) -> None:
         self._worker = worker
         self._folder = folder
-        self._tokenizer: Tokenizer | None = None
-        #: By their client's id.
-        self._running: dict[str, RouterStream] = {}
+        self._door = Door(worker, folder)
 
     async def Generate(
         self, request: trtllm_service_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -73,40 +61,27 @@ class TrtllmService(trtllm_service_pb2_grpc.TrtllmServiceServicer):  # type: ign
         """One request: chunks with what is new, then a last message for each choice."""
         try:
             submit = self._submit_of(request)
-        except _Refused as refused:
+            stops = Stops(frozenset(request.stop_token_ids), tuple(request.stop), request.include_stop_token_in_output)
+            answer = self._door.answer(submit, stops)
+            told = _Told(request, answer, len(submit.sampling.seeds))
+            async with contextlib.aclosing(self._door.run(request.request_id, submit, answer)) as pieces:
+                async for piece in pieces:
+                    for response in told.messages(piece):
+                        yield response
+        except Refused as refused:
             await context.abort(refused.code, str(refused))
-        if not self._worker.serving:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is not ready")
-        with self._worker.attached() as stream:
-            self._running[request.request_id] = stream
-            try:
-                self._worker.submit(stream, submit)
-                answer = _Answer(request, submit, self._decoder, lambda choice: self._stop(stream, choice))
-                while answer.open_choices and (items := await stream.outbox.take()) is not None:
-                    for item in items:
-                        assert isinstance(item, tuple)
-                        for response in answer.take(item[1]):
-                            yield response
-            except _Refused as refused:
-                await context.abort(refused.code, str(refused))
-            except StreamError as failure:
-                await context.abort(failure.code, failure.details)
-            finally:
-                if self._running.get(request.request_id) is stream:
-                    del self._running[request.request_id]
+        except Failed as failed:
+            await context.abort(STATUS.get(failed.why.code, grpc.StatusCode.INTERNAL), str(failed))
+        except StreamError as failure:
+            await context.abort(failure.code, failure.details)
 
     async def Abort(
         self, request: trtllm_service_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trtllm_service_pb2.AbortResponse:
         """Ends a request that runs; its stream ends with what it has."""
-        stream = self._running.get(request.request_id)
-        if stream is not None:
-            reason = types_pb2.OUTCOME_CANCELLED
-            self._worker.cancel(stream, worker_pb2.Cancel(request=_NUMBER, epoch=_EPOCH, reason=reason))
-        said = "aborted" if stream is not None else "not found"
-        return trtllm_service_pb2.AbortResponse(
-            success=stream is not None, message=f"Request {request.request_id} {said}"
-        )
+        found = self._door.abort(request.request_id)
+        said = "aborted" if found else "not found"
+        return trtllm_service_pb2.AbortResponse(success=found, message=f"Request {request.request_id} {said}")
 
     async def HealthCheck(
         self, request: trtllm_service_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -175,15 +150,15 @@ class TrtllmService(trtllm_service_pb2_grpc.TrtllmServiceServicer):  # type: ign
         described = self._worker.description
         for name in ("prompt_tuning_config", "multimodal_input", "disaggregated_params", "lookahead_config"):
             if request.HasField(name) and not _is_default(request, name):
-                raise _Refused(f"{name}: not supported by this worker")
+                raise Refused(f"{name}: not supported by this worker")
         if request.bad:
-            raise _Refused("bad: words are not supported, bad_token_ids are")
+            raise Refused("bad: words are not supported, bad_token_ids are")
         prompt = request.tokenized.input_token_ids
         wanted, output = request.sampling_config, request.output_config
         if wanted.beam_width > 1:
-            raise _Refused(f"beam_width: this worker samples, got {wanted.beam_width}")
+            raise Refused(f"beam_width: this worker samples, got {wanted.beam_width}")
         if output.return_context_logits or output.return_generation_logits:
-            raise _Refused("output_config: logits are not supported")
+            raise Refused("output_config: logits are not supported")
         choices = max(1, wanted.num_return_sequences)
         seed = wanted.seed if wanted.HasField("seed") else random.getrandbits(63)
         sampling = types_pb2.Sampling(
@@ -200,9 +175,9 @@ class TrtllmService(trtllm_service_pb2_grpc.TrtllmServiceServicer):  # type: ign
         sampling.logit_bias.update(dict.fromkeys(request.bad_token_ids, _NEVER))
         left = max(1, described.context_tokens - len(prompt))
         submit = worker_pb2.Submit(
-            request=_NUMBER,
+            request=NUMBER,
             request_id=request.request_id,
-            epoch=_EPOCH,
+            epoch=EPOCH,
             prompt_ids=prompt,
             sampling=sampling,
             stopping=types_pb2.Stopping(
@@ -226,133 +201,44 @@ class TrtllmService(trtllm_service_pb2_grpc.TrtllmServiceServicer):  # type: ign
             _guide(submit.guided, request.guided_decoding)
         return submit
 
-    def _decoder(self) -> StreamDecoder:
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_folder(self._folder.path)
-        return self._tokenizer.stream_decoder()
 
-    def _stop(self, stream: RouterStream, choice: int) -> None:
-        """A stop string was met."""
-        cancel = worker_pb2.Cancel(request=_NUMBER, epoch=_EPOCH, choice=choice, reason=types_pb2.OUTCOME_STOP)
-        self._worker.cancel(stream, cancel)
+class _Told:
+    """Pieces in, messages out: what was told of each choice is told once more, whole, at its end."""
 
-
-@dataclass(slots=True)
-class _Choice:
-    """What has come of one."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[trtllm_service_pb2.TokenLogprob] = field(default_factory=list)
-    text: str = ""
-    decoder: StreamDecoder | None = None
-    #: The stop string that ended it.
-    met: str = ""
-    ended: bool = False
-
-
-class _Answer:
-    """Deltas in, messages out."""
-
-    def __init__(
-        self,
-        request: trtllm_service_pb2.GenerateRequest,
-        submit: worker_pb2.Submit,
-        decoder: Callable[[], StreamDecoder],
-        stop: Callable[[int], None],
-    ) -> None:
+    def __init__(self, request: trtllm_service_pb2.GenerateRequest, answer: Answer, choices: int) -> None:
         self._request = request
-        self._stop = stop
-        self._stop_ids = frozenset(request.stop_token_ids)
-        self._longest_stop = max(map(len, request.stop), default=0)
-        self._prompt_tokens = len(submit.prompt_ids)
-        self._cached_tokens = 0
-        self._prompt_logprobs: list[trtllm_service_pb2.TokenLogprob] = []
-        self._choices = [_Choice() for _ in submit.sampling.seeds]
-        if request.stop:
-            for choice in self._choices:
-                choice.decoder = decoder()
+        self._answer = answer
+        self._ids: list[list[int]] = [[] for _ in range(choices)]
+        self._logprobs: list[list[trtllm_service_pb2.TokenLogprob]] = [[] for _ in range(choices)]
 
-    @property
-    def open_choices(self) -> int:
-        return sum(not choice.ended for choice in self._choices)
-
-    def take(self, delta: Delta) -> Iterator[trtllm_service_pb2.GenerateResponse]:
-        """What the client is told of it. Raises _Refused when the request failed."""
-        if delta.cached_prompt_tokens is not None:
-            self._cached_tokens = delta.cached_prompt_tokens
-        self._prompt_logprobs += [_logprob(each) for each in delta.prompt_logprobs or ()]
-        choice = self._choices[delta.choice]
-        if choice.ended:
-            return
-        ids = list(delta.ids)
-        finish = delta.finish
-        if finish is not None and (failure := finish.error) is not None:
-            raise _Refused(failure.message, STATUS.get(failure.code, grpc.StatusCode.INTERNAL))
-        if choice.decoder is not None:
-            ids = self._until_stop(choice, choice.decoder, ids)
-        stop_id = ids[-1] if ids and ids[-1] in self._stop_ids and finish is not None else None
-        if stop_id is not None and not self._request.include_stop_token_in_output:
-            ids.pop()
-        logprobs = [_logprob(each) for each in (delta.logprobs or [])[: len(ids)]]
-        choice.ids += ids
-        choice.logprobs += logprobs
-        if ids and self._request.streaming:
-            yield self._chunk(delta.choice, choice, ids, logprobs)
-        if choice.met and finish is None:
-            self._stop(delta.choice)
-        if choice.met or finish is not None:
-            choice.ended = True
-            reason = "stop" if choice.met or finish is None else _REASONS.get(finish.outcome, "stop")
-            yield self._complete(delta.choice, choice, reason, stop_id)
-
-    def _until_stop(self, choice: _Choice, decoder: StreamDecoder, ids: list[int]) -> list[int]:
-        """The ids up to the one whose text completes a stop string; without those that are all of it, if so wished."""
-        begins = []
-        for place, token in enumerate(ids):
-            begins.append(len(choice.text))
-            choice.text += decoder.push(token)
-            since = max(0, begins[-1] - self._longest_stop)
-            found = [(at, stop) for stop in self._request.stop if stop and (at := choice.text.find(stop, since)) >= 0]
-            if found:
-                at, choice.met = min(found)
-                if self._request.include_stop_token_in_output:
-                    return ids[: place + 1]
-                return [token for token, begin in zip(ids[: place + 1], begins, strict=True) if begin < at]
-        return ids
-
-    def _chunk(
-        self, number: int, choice: _Choice, ids: list[int], logprobs: list[trtllm_service_pb2.TokenLogprob]
-    ) -> trtllm_service_pb2.GenerateResponse:
-        return trtllm_service_pb2.GenerateResponse(
-            request_id=self._request.request_id,
-            chunk=trtllm_service_pb2.GenerateStreamChunk(
-                token_ids=ids,
-                sequence_index=number,
-                prompt_tokens=self._prompt_tokens,
-                completion_tokens=len(choice.ids),
-                cached_tokens=self._cached_tokens,
-                logprobs=logprobs,
-            ),
-        )
-
-    def _complete(
-        self, number: int, choice: _Choice, reason: str, stop_id: int | None
-    ) -> trtllm_service_pb2.GenerateResponse:
-        complete = trtllm_service_pb2.GenerateComplete(
-            output_token_ids=choice.ids,
-            sequence_index=number,
-            finish_reason=reason,
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=len(choice.ids),
-            cached_tokens=self._cached_tokens,
-            logprobs=choice.logprobs,
-            prompt_logprobs=self._prompt_logprobs,
-        )
-        if choice.met:
-            complete.matched_stop_str = choice.met
-        elif stop_id is not None:
-            complete.matched_token_id = stop_id
-        return trtllm_service_pb2.GenerateResponse(request_id=self._request.request_id, complete=complete)
+    def messages(self, piece: Piece) -> Iterator[trtllm_service_pb2.GenerateResponse]:
+        """Of that piece."""
+        logprobs = [_logprob(each) for each in piece.logprobs]
+        ids = self._ids[piece.choice]
+        ids += piece.ids
+        self._logprobs[piece.choice] += logprobs
+        counts = {
+            "sequence_index": piece.choice,
+            "prompt_tokens": self._answer.prompt_tokens,
+            "completion_tokens": len(ids),
+            "cached_tokens": self._answer.cached_tokens,
+        }
+        if piece.ids and self._request.streaming:
+            chunk = trtllm_service_pb2.GenerateStreamChunk(token_ids=piece.ids, logprobs=logprobs, **counts)
+            yield trtllm_service_pb2.GenerateResponse(request_id=self._request.request_id, chunk=chunk)
+        if piece.outcome is not None:
+            complete = trtllm_service_pb2.GenerateComplete(
+                output_token_ids=ids,
+                finish_reason=_REASONS.get(piece.outcome, "stop"),
+                logprobs=self._logprobs[piece.choice],
+                prompt_logprobs=[_logprob(each) for each in self._answer.prompt_logprobs],
+                **counts,
+            )
+            if piece.met:
+                complete.matched_stop_str = piece.met
+            elif piece.met_id in self._request.stop_token_ids:
+                complete.matched_token_id = piece.met_id
+            yield trtllm_service_pb2.GenerateResponse(request_id=self._request.request_id, complete=complete)
 
 
 def _is_default(request: trtllm_service_pb2.GenerateRequest, name: str) -> bool:
@@ -366,9 +252,9 @@ def _adapter(config: trtllm_service_pb2.LoraConfig) -> str:
     try:
         name = json.loads(config.config_json or "{}").get("lora_name", "")
     except (ValueError, AttributeError) as failure:
-        raise _Refused(f"lora_config.config_json: {failure}") from failure
+        raise Refused(f"lora_config.config_json: {failure}") from failure
     if not name:
-        raise _Refused("lora_config: this worker knows adapters by name (config_json with lora_name)")
+        raise Refused("lora_config: this worker knows adapters by name (config_json with lora_name)")
     return str(name)
 
 
@@ -383,7 +269,7 @@ def _guide(guided: types_pb2.Guided, wanted: trtllm_service_pb2.GuidedDecodingPa
     elif kind == _GUIDES.GUIDE_TYPE_EBNF_GRAMMAR:
         guided.grammar = wanted.guide
     else:
-        raise _Refused(f"guided_decoding: {_GUIDES.GuideType.Name(kind)} is not supported")
+        raise Refused(f"guided_decoding: {_GUIDES.GuideType.Name(kind)} is not supported")
 
 
 def _logprob(row: TokenLogprobs) -> trtllm_service_pb2.TokenLogprob:

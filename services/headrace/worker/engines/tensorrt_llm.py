@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import os
 import signal
@@ -444,14 +443,9 @@ def _guide(guided: Guided) -> tuple[str, Any]:
         case "json_object":
             return "json_object", True
         case "choice":
-            return "regex", "|".join(_literal(text) for text in json.loads(guided.text))
+            return "regex", guided.as_regex()
         case _:
             return guided.kind, guided.text
-
-
-def _literal(text: str) -> str:
-    """As a regular expression. Not ``re.escape``, whose escaped spaces and hyphens other dialects refuse."""
-    return "".join("\\" + letter if letter in r"\.^$*+?{}[]()|/" else letter for letter in text)
 
 
 def _finite(row: tuple[tuple[int, float], list[tuple[int, float]]]) -> TokenLogprobs:

@@ -466,6 +466,7 @@ class Engine:
         held_back = work.drawn < (params.min_tokens or 0)
         plain = (
             params._greedy
+            and not (held_back and likely == params.end_id)
             and params.embedding_bias is None
             and params.logprobs is None
             and params.logits_processor is None
