@@ -360,7 +360,7 @@ class KvAccounts:
         node = parent.children.get(ids)
         if node is None:
             removed: list[int] = []
-            place = self._place_for(depth, removed)
+            place = self._place_for(depth, parent, removed)
             self._forget(removed)
             if place is None:
                 self._touch_path(intake.node)
@@ -375,8 +375,7 @@ class KvAccounts:
             if parent.parent is None:
                 self._roots[intake.scope] = parent
             parent.children[ids] = node
-            node.place = place
-            self._kept[node] = None
+            self._keep(node, place)
             self._operations.append(FillPlace(place, ids, kv))
             self._announce(parent.hash, [node.hash], intake.scope)
         intake.node, intake.blocks = node, depth + 1
@@ -385,14 +384,15 @@ class KvAccounts:
             self._touch_path(node)
         return True
 
-    def _place_for(self, depth: int, removed: list[int]) -> int | None:
-        """A free place for a block behind ``depth`` others."""
+    def _place_for(self, depth: int, parent: _Node, removed: list[int]) -> int | None:
+        """A free place for a block behind ``depth`` others, of which ``parent`` is the last."""
         room = self._places if self._beside else self.available_blocks
         while not self._free_places or len(self._kept) >= room:
             # With so few kept, the oldest may be its own beginning.
             if len(self._kept) <= depth:
                 return None
-            self._give_up_oldest(removed)
+            alike = len(self._kept_of.get(parent.beginning, ()))
+            self._give_up_one(parent.beginning if alike > depth else None, removed)
         return self._free_places.pop() if depth < room else None
 
     def _touch_path(self, node: _Node | None) -> None:
@@ -475,11 +475,15 @@ class KvAccounts:
     def _save(self, lane: Lane, node: _Node, depth: int, removed: list[int]) -> None:
         if not self._free_places:
             self._give_up_one(node.beginning, removed)
-        node.place = self._free_places.pop()
-        self._kept[node] = None
-        self._kept_of.setdefault(node.beginning, OrderedDict())[node] = None
+        self._keep(node, self._free_places.pop())
+        assert node.place is not None
         end = depth * self.block_tokens
         self._operations.append(SaveBlock(lane.id, node.place, end - self.block_tokens, end))
+
+    def _keep(self, node: _Node, place: int) -> None:
+        node.place = place
+        self._kept[node] = None
+        self._kept_of.setdefault(node.beginning, OrderedDict())[node] = None
 
     def _touch(self, node: _Node) -> None:
         if node.place is not None:
