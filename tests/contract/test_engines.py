@@ -321,6 +321,23 @@ async def test_cancel_within_a_long_prefill(bench: Bench) -> None:
     assert warm == (await bench.ask(short, max_tokens=4, ignore_eos=True, reuse_prefix=False))[0].ids
 
 
+async def test_a_batch_prompt_makes_way_and_is_answered_all_the_same(bench: Bench) -> None:
+    """Its step may be broken off for somebody else's request, and is computed again."""
+    prompt = long_prompt(41, 900)
+    batch = bench.submit(prompt, max_tokens=3, ignore_eos=True, request_class=types_pb2.REQUEST_CLASS_BATCH)
+
+    async def in_step() -> bool:
+        return bench.engine.step_age_s() > 0 or (batch.key, 0) in bench.answers
+
+    await eventually(in_step, "a step under way", PATIENCE_S)
+    for _ in range(3):
+        (other,) = await bench.ask(PROMPT, max_tokens=2, ignore_eos=True)
+        assert len(other.ids) == 2
+    (answer,) = await bench.ended(batch)
+    assert answer.finish is not None
+    assert (answer.finish.outcome, len(answer.ids)) == (LENGTH, 3)
+
+
 async def test_one_choice_is_cancelled_alone(bench: Bench) -> None:
     request = bench.submit(long_prompt(30), max_tokens=10, ignore_eos=True, seeds=(1, 2))
     await bench.until(lambda: (request.key, 1) in bench.answers)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.v1 import types_pb2
-from headrace.worker.composer import Composer, Drawn, Limits, Sequence, Step
+from headrace.worker.composer import YIELD_S, Composer, Drawn, Limits, Sequence, Step
 from headrace.worker.engine import (
     BlocksCleared,
     BlocksRemoved,
@@ -792,3 +792,97 @@ def test_nothing_is_guessed_where_more_than_the_logits_decides() -> None:
         world.submit(Request(**({"key": 1, "prompt_ids": [1, 2, 3, 1, 2, 3], "stopping": Stopping(30)} | changes)))
         world.run()
         assert not any(step.drafts for step in world.steps), changes
+
+
+# --- batch work makes way ---------------------------------------------------------------------------------------------
+
+
+BATCH = types_pb2.REQUEST_CLASS_BATCH
+
+
+def in_step(step: Step) -> set[int]:
+    """The requests that take part."""
+    return {sequence.request.key for sequence in (*step.decodes, *(chunk.sequence for chunk in step.chunks))}
+
+
+def test_batch_work_stands_still_while_a_prompt_of_others_is_computed() -> None:
+    world = World(limits(chunk_tokens=4))
+    world.submit(request(1, "batch", max_tokens=30, class_=BATCH))
+    world.submit(request(2, "other", max_tokens=30))
+    world.step()
+    world.step()
+    assert in_step(world.step()) == {1, 2}
+    world.submit(request(3, "a prompt of three steps", max_tokens=4))
+    world.now -= 0.9
+    steps = []
+    while not world.answers.get((3, 0)):
+        steps.append(world.step())
+        world.now -= 0.95
+    assert len(steps) > 2
+    for step in steps:
+        assert in_step(step) == {2, 3}, "who decodes and is no batch work is in every step"
+    assert in_step(world.step()) == {1, 2, 3}
+    world.run()
+    assert len(world.answers[1, 0]) == 30
+
+
+def test_batch_work_does_not_stand_still_for_ever() -> None:
+    world = World(limits(chunk_tokens=4))
+    world.submit(request(1, "batch", max_tokens=100, class_=BATCH))
+    world.step()
+    world.submit(request(2, "other", max_tokens=100))
+    world.step()
+    waited = 0
+    for key in range(3, 40):
+        # There is always a prompt of somebody else.
+        world.submit(request(key, f"prompt {key}", max_tokens=1))
+        step = world.step()
+        world.now -= 0.8
+        waited = 0 if 1 in in_step(step) else waited + 1
+        assert waited <= YIELD_S / 0.2 + 1
+
+
+@pytest.mark.parametrize("bound", [{"slots": 2}, {"kv_blocks": 8}])
+def test_the_youngest_batch_work_is_put_back_for_others(bound: dict[str, int]) -> None:
+    world = World(limits(**bound))
+    for key in (1, 2):
+        world.submit(request(key, "a batch prompt", max_tokens=8, class_=BATCH))
+    world.step()
+    world.step()
+    world.submit(request(3, "another", max_tokens=8))
+    assert in_step(world.step()) == {3}
+    assert in_step(world.step()) == {1, 3}
+    world.run()
+    assert {key: len(ids) for (key, _), ids in world.answers.items()} == {1: 8, 2: 8, 3: 8}
+    alone = World(limits())
+    alone.submit(request(2, "a batch prompt", max_tokens=8, class_=BATCH))
+    alone.run()
+    assert world.answers[2, 0] == alone.answers[2, 0], "nothing of it is lost"
+
+
+def test_who_is_batch_work_too_puts_nobody_back() -> None:
+    world = World(limits(slots=2))
+    for key in (1, 2, 3):
+        world.submit(request(key, "batch", max_tokens=6, class_=BATCH))
+    for _ in range(4):
+        assert in_step(world.step()) == {1, 2}
+    world.run()
+
+
+def test_a_step_of_batch_prompts_may_be_broken_off_and_others_may_not() -> None:
+    world = World(limits())
+    world.submit(request(1, "batch", class_=BATCH))
+    assert world.plan().yields
+    mixed = World(limits())
+    mixed.submit(request(1, "batch", class_=BATCH))
+    mixed.submit(request(2, "other"))
+    assert not mixed.plan().yields
+    owed = World(limits(chunk_tokens=4, idle_chunk_tokens=4))
+    owed.submit(request(1, "a long batch prompt", class_=BATCH))
+    owed.step()
+    # It came so long ago that its turn is before that of who comes now.
+    owed.now += 100.0
+    owed.submit(request(2, "a long prompt of another"))
+    assert in_step(owed.step()) == {2}
+    step = owed.step()
+    assert (in_step(step), step.yields) == ({1}, False), "it has stood still for long enough"

@@ -19,6 +19,9 @@ and may call ``submit`` and ``cancel`` at any point between, ``put_aside`` and `
   could not fit alone is refused on submission.
 - Order is by arrival; a class lower than interactive is treated as if it had come so much later. That puts classes in
   order and starves none.
+- Batch work makes way for others' first ids: the youngest is put back where there is no slot or KV for a prompt, all of
+  it stands still while that is computed, though not longer than ``YIELD_S`` at a time, and ``Step.yields`` says that
+  a step computes prompts of batch work only, which are worth breaking off.
 - Where it pays, ids are guessed ahead for sequences that decode (``drafts.py``), and computed in the same step. What
   the model would not have drawn is given up again.
 - A hand-off's first half ends with its first id; its prompt's full blocks are named as they are computed
@@ -57,6 +60,9 @@ CLASS_DELAY_S: Mapping[int, float] = {
     types_pb2.REQUEST_CLASS_STANDARD: 5.0,
     types_pb2.REQUEST_CLASS_BATCH: 60.0,
 }
+
+#: Batch work stands still no longer than this for the first ids of others: half of its target between tokens.
+YIELD_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -231,6 +237,8 @@ class Step:
     #: By place in ``decodes``: ids to compute after the last one; each has an output too.
     drafts: dict[int, list[int]] = field(default_factory=dict)
     planned_s: float = 0.0
+    #: Its prompts are batch work's, which has not been kept waiting: somebody else's may break it off.
+    yields: bool = False
 
     @property
     def decode_tokens(self) -> int:
@@ -268,6 +276,8 @@ class Composer:
         self._seated = 0
         self._arrivals = 0
         self._deadlines: list[tuple[float, int]] = []
+        #: Since when batch work stands still; None = it does not.
+        self._still_since_s: float | None = None
         self._deltas: list[Delta] = []
         self._released: list[Sequence] = []
         self._handed: list[HandedBlocks] = []
@@ -383,11 +393,12 @@ class Composer:
         """The next step; empty when there is nothing to compute (its operations still count)."""
         self._expire(now)
         self._compact()
+        still, owed = self._make_way(now)
         decodes: list[Sequence] = []
         context = beginning = 0
         for sequence in self._running:
             # An older one may have just pushed it out.
-            if sequence.lane is None:
+            if sequence.lane is None or (still and _is_batch(sequence)):
                 continue
             if not sequence.prefilled:
                 beginning += 1
@@ -407,11 +418,46 @@ class Composer:
             for place in range(len(decodes)):
                 outputs.append(output)
                 output += 1 + len(drafts.get(place, ()))
-        chunks = self._chunks(self._budget(len(decodes), beginning), output, rows, outputs, now)
-        prefill = 0
+        chunks = self._chunks(self._budget(len(decodes), beginning), output, rows, outputs, now, still=still)
+        prefill, yields = 0, not owed
         for chunk in chunks:
             prefill += chunk.count
-        return Step(self.kv.take_operations(), decodes, chunks, rows, outputs, prefill, context, drafts, now)
+            yields = yields and _is_batch(chunk.sequence)
+        operations = self.kv.take_operations()
+        return Step(operations, decodes, chunks, rows, outputs, prefill, context, drafts, now, yields)
+
+    def _make_way(self, now: float) -> tuple[bool, bool]:
+        """Whether batch work stands still in the next step, and whether it has done so for so long that it must not."""
+        has_batch = ahead = False
+        for sequence in self._running:
+            if sequence.lane is not None:
+                if _is_batch(sequence):
+                    has_batch = True
+                elif not sequence.prefilled:
+                    ahead = True
+        if has_batch and not ahead and self._waiting and not _is_batch(self._waiting[0]):
+            ahead = self._admit_over_batch(now)
+        if not (has_batch and ahead):
+            self._still_since_s = None
+            return False, False
+        if self._still_since_s is None:
+            self._still_since_s = now
+        if now - self._still_since_s < YIELD_S:
+            return True, False
+        self._still_since_s = now
+        return False, True
+
+    def _admit_over_batch(self, now: float) -> bool:
+        """Gives the first of those waiting its place, at the cost of the youngest batch work that comes after it."""
+        newcomer = self._waiting[0]
+        while self._admit(now) is None:
+            youngest = next(
+                (each for each in reversed(self._running) if each.lane is not None and _is_batch(each)), None
+            )
+            if youngest is None or youngest.order < newcomer.order:
+                return False
+            self._preempt(youngest, now)
+        return True
 
     def complete(self, step: Step, drawn: Drawn, now: float) -> None:
         """The step has been computed, and these ids were drawn."""
@@ -572,16 +618,21 @@ class Composer:
         """Prompt tokens that a step may hold at most."""
         return max(self.chunk_tokens, self.limits.idle_chunk_tokens)
 
-    def _chunks(self, budget: float, output: int, rows: list[Sequence], outputs: list[int], now: float) -> list[Chunk]:
-        """Parts of prompts for this step: those begun first, then those that wait."""
+    def _chunks(
+        self, budget: float, output: int, rows: list[Sequence], outputs: list[int], now: float, *, still: bool
+    ) -> list[Chunk]:
+        """Parts of prompts for this step: those begun first, then those that wait. ``still``: none of batch work."""
         chunks: list[Chunk] = []
         # A copy: a fork takes its place among the running, and its prompt is not to be computed.
         for sequence in list(self._running):
             if budget < 1:
                 return chunks
-            if sequence.lane is not None and not sequence.prefilled:
+            if sequence.lane is not None and not sequence.prefilled and not (still and _is_batch(sequence)):
                 budget, output = self._chunk(sequence, budget, output, chunks, rows, outputs, now)
-        while budget >= 1 and (newcomer := self._admit(now)) is not None:
+        while budget >= 1 and not (still and self._waiting and _is_batch(self._waiting[0])):
+            newcomer = self._admit(now)
+            if newcomer is None:
+                break
             budget, output = self._chunk(newcomer, budget, output, chunks, rows, outputs, now)
         return chunks
 
@@ -842,6 +893,10 @@ def _can_guess(request: Request) -> bool:
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     plain = penalties == (1.0, 0.0, 0.0) and not sampling.logit_bias and request.guided is None
     return greedy and plain and not request.logprobs.enabled and not request.stopping.min_tokens
+
+
+def _is_batch(sequence: Sequence) -> bool:
+    return sequence.request.request_class == types_pb2.REQUEST_CLASS_BATCH
 
 
 def _order(sequence: Sequence) -> tuple[float, int, int]:

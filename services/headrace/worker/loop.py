@@ -164,6 +164,8 @@ class BatchLoop:
         #: The requests of a step that is worth breaking off; those of them that have been cancelled meanwhile.
         self._interruptible: frozenset[int] = frozenset()
         self._cancelled: set[int] = set()
+        #: The step under way is worth breaking off for whoever comes and is no batch work.
+        self._yields = False
         self._on_step: Callable[[StepResult], None] = lambda result: None
         self._on_failure: Callable[[str], None] = lambda reason: None
 
@@ -257,6 +259,9 @@ class BatchLoop:
         if limits is not None and len(self._mailbox) > limits.slots + limits.max_waiting:
             return error(types_pb2.ERROR_CODE_OVERLOADED, "the engine's mailbox is full", retryable=True)
         self._post(request)
+        if self._yields and request.request_class != types_pb2.REQUEST_CLASS_BATCH:
+            self._yields = False
+            self._backend.interrupt()
         return None
 
     def cancel(self, key: int, choice: int | None, outcome: Outcome) -> None:
@@ -395,7 +400,7 @@ class BatchLoop:
                 good = False
             finally:
                 self._step_began_s = None
-                self._interruptible = frozenset()
+                self._interruptible, self._yields = frozenset(), False
         deltas, blocks = composer.take_results()
         for sequence in composer.take_released():
             self._backend.release(sequence)
@@ -419,8 +424,9 @@ class BatchLoop:
             yield KvBlock(handed.key, index, kv)
 
     def _guard(self, step: Step) -> None:
-        """Lets a cancellation break the step off when nobody else needs it."""
+        """Lets a cancellation break the step off when nobody else needs it, and others when it is batch work's."""
         if step.prefill_tokens >= _INTERRUPT_FROM_TOKENS:
+            self._yields = step.yields
             self._cancelled.clear()
             touched = [*step.decodes, *(chunk.sequence for chunk in step.chunks)]
             self._interruptible = frozenset(sequence.request.key for sequence in touched)
