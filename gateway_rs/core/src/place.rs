@@ -74,19 +74,28 @@ impl Why {
 pub struct Request {
     /// Length of its prompt.
     pub prompt_tokens: u32,
-    /// Predicted work of [`BLOCK_TOKENS`] prompt tokens.
+    /// Predicted work of [`charged_tokens`] prompt tokens.
     pub block_ms: f64,
 }
 
-/// The block that [`Policy::MarginalDelay`] charges on top of each prompt, and that [`Policy::Dynamo`] counts in.
+/// The block that [`Policy::MarginalDelay`] charges at most on top of each prompt, and that [`Policy::Dynamo`] counts in.
 pub const BLOCK_TOKENS: u32 = 512;
+
+/// What [`Policy::MarginalDelay`] charges on top of a prompt: a block, but no more than a quarter of the prompt. A whole
+/// block on a prompt of little more than one would hide what a worker that holds nearly all of it saves: prompts of 544
+/// tokens with 512 in common then went wherever a request less was running, and were computed anew on every worker.
+#[must_use]
+pub fn charged_tokens(prompt_tokens: u32) -> u32 {
+    BLOCK_TOKENS.min(prompt_tokens.div_ceil(4))
+}
 
 /// How to choose.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Policy {
     /// The request's own wait plus the delay that its prompt puts on those who are there:
-    /// P + (N + c) (1 + R) (1 + W), in predicted ms. P pending prefill, N this request's, R decoding, W waiting, c one
-    /// block, so that a hit of a single block never beats an idle worker.
+    /// P + (N + c) (1 + R) (1 + W), in predicted ms. P pending prefill, N this request's, R decoding, W waiting, c a
+    /// block or a quarter of the prompt ([`charged_tokens`]), so that a hit of no more than that never beats an idle
+    /// worker.
     #[default]
     MarginalDelay,
     /// LMetric (arXiv 2603.15202): tokens to prefill there, its own and those that wait, times requests there.
@@ -340,7 +349,7 @@ mod tests {
     fn request(prompt_tokens: u32) -> Request {
         Request {
             prompt_tokens,
-            block_ms: model().prefill_ms(BLOCK_TOKENS, 0),
+            block_ms: model().prefill_ms(charged_tokens(prompt_tokens), 0),
         }
     }
 
@@ -409,6 +418,19 @@ mod tests {
     }
 
     #[test]
+    fn what_a_short_prompt_saves_counts() {
+        let mut placer = Placer::new(Policy::MarginalDelay);
+        let mut rng = StdRng::seed_from_u64(1);
+        let with = |decoding, hit_tokens| Candidate {
+            decoding,
+            ..idle(544, hit_tokens)
+        };
+        assert_eq!(placer.choose(&request(544), &[with(4, 512), with(2, 0)], &mut rng), Some(0));
+        // Its decoding is worth more than that in the end.
+        assert_eq!(placer.choose(&request(544), &[with(9, 512), with(0, 0)], &mut rng), Some(1));
+    }
+
+    #[test]
     fn no_candidate_no_choice() {
         let mut rng = StdRng::seed_from_u64(1);
         for policy in Policy::ALL {
@@ -429,16 +451,16 @@ mod tests {
     }
 
     proptest! {
-        /// A hit of a single block never beats an idle worker, whatever else the holder does, for prompts over one block.
+        /// A hit of a block, or of a quarter of a short prompt, never beats an idle worker, whatever else the holder does.
         #[test]
-        fn one_block_never_beats_an_idle_worker(
-            prompt in BLOCK_TOKENS + 1..20_000, pending_ms in 0.0_f64..1e4, decoding in 0_u32..256, waiting in 0_u32..256,
+        fn a_small_hit_never_beats_an_idle_worker(
+            prompt in 2_u32..20_000, pending_ms in 0.0_f64..1e4, decoding in 0_u32..256, waiting in 0_u32..256,
             seed in any::<u64>(),
         ) {
             prop_assume!(decoding + waiting > 0);
             let mut placer = Placer::new(Policy::MarginalDelay);
             let pending_prefill_ms = if waiting > 0 { pending_ms + 1.0 } else { pending_ms };
-            let busy = Candidate { pending_prefill_ms, decoding, waiting, ..idle(prompt, BLOCK_TOKENS) };
+            let busy = Candidate { pending_prefill_ms, decoding, waiting, ..idle(prompt, charged_tokens(prompt)) };
             let mut rng = StdRng::seed_from_u64(seed);
             prop_assert_eq!(placer.choose(&request(prompt), &[busy, idle(prompt, 0)], &mut rng), Some(1));
         }

@@ -9,7 +9,7 @@ use rand::{seq::index, RngCore};
 
 use super::Room;
 use crate::{
-    place::{Candidate, Placer, Request, Why, BLOCK_TOKENS},
+    place::{charged_tokens, Candidate, Placer, Request, Why},
     scheduler::events::Link,
 };
 
@@ -142,7 +142,7 @@ impl Holder {
                     return None;
                 }
                 let outlook = &held.outlook;
-                block_ms = block_ms.max(outlook.prefill_ms_per_token * f64::from(BLOCK_TOKENS));
+                block_ms = block_ms.max(outlook.prefill_ms_per_token * f64::from(charged_tokens(prompt_tokens)));
                 let hit_tokens = hits.get(&worker).copied().unwrap_or(0).min(prompt_tokens);
                 let candidate = Candidate {
                     pending_prefill_ms: outlook.pending_prefill_ms,

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     cost::{CostModel, CostTable, ModelError, Shape},
-    place::{Request, BLOCK_TOKENS},
+    place::{charged_tokens, Request},
 };
 
 /// A kind of worker, by number.
@@ -183,7 +183,7 @@ impl Kinds {
     pub fn request(&self, kind: KindId, pace: Pace, ask: &Ask) -> Request {
         Request {
             prompt_tokens: ask.prompt_tokens,
-            block_ms: self.prefill_ms(kind, pace, BLOCK_TOKENS, 0),
+            block_ms: self.prefill_ms(kind, pace, charged_tokens(ask.prompt_tokens), 0),
         }
     }
 
