@@ -162,6 +162,14 @@ async def test_a_bad_file_fails_before_anything_runs(bench: Bench) -> None:
     assert not bench.door.asked
 
 
+async def test_an_input_that_was_taken_away_fails_the_batch(bench: Bench) -> None:
+    name = bench.add(["a"])
+    bench.store.input_path(await bench.get(name)).unlink()
+    bench.runner()
+    batch = await bench.ends(name)
+    assert (batch.status, [error.code for error in batch.facts.errors]) == ("failed", ["input_lost"])
+
+
 async def test_cancelling_ends_what_runs_and_keeps_what_is_done(bench: Bench) -> None:
     runner = bench.runner()
     name = bench.add([f"p{at}" for at in range(50)])

@@ -145,6 +145,8 @@ class Runner:
                 await self._claim_all()
             except StoreError as error:
                 log.warning("batches: %s", error)
+            except Exception:
+                log.exception("batches could not be looked for")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), self._settings.lease_s / 2)
 
@@ -194,8 +196,8 @@ class Runner:
             log.warning("batch %s is another runner's now", claim.batch.id)
         except Exception:
             log.exception("batch %s could not be worked on", claim.batch.id)
-            # Not at once again.
-            await asyncio.sleep(RETRY_S)
+            # A fault of ours: not at once again.
+            await asyncio.sleep(10 * RETRY_S)
         finally:
             beating.cancel()
             for task in work.under_way:
@@ -224,6 +226,11 @@ class Runner:
         """From where it stands to its end, or to where it must be left."""
         batch = await self._do(self._store.renew, work.claim, self._wall_s(), self._settings.lease_s)
         path = self._store.input_path(batch)
+        if not batch.facts.ending and not await asyncio.to_thread(path.exists):
+            # Somebody else's hand was in the folder: it will not come back by itself.
+            lost = LineError("input_lost", "the input file is not there any more")
+            await self._do(self._store.refuse, work.claim, [lost], self._wall_s())
+            return
         if batch.status == "validating":
             count, errors = await self._check(batch, path)
             if errors:

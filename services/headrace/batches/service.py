@@ -111,6 +111,8 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
                 await self._background.do(store.expire, self._wall_s(), keep_s)
             except StoreError as failure:
                 log.warning("batches: %s", failure)
+            except Exception:
+                log.exception("batches: nothing could be deleted")
             await asyncio.sleep(EXPIRE_EVERY_S)
 
     async def _open(self) -> Store:

@@ -252,7 +252,7 @@ class Store:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """One transaction. Raises StoreError "full" when the disk takes no more."""
+        """One transaction. Raises StoreError "full" when the disk takes no more, or is not what it was."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -261,7 +261,7 @@ class Store:
                 self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             if self._db.in_transaction:
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
@@ -491,6 +491,7 @@ class Store:
             facts = replace(batch.facts, errors=tuple(errors), failed_s=int(now_s))
             batch = replace(batch, status="failed", facts=facts)
             self._put(db, batch, over=True)
+            db.execute("DELETE FROM answers WHERE batch = ?", (self._place(claim),))
         return batch
 
     def answered_lines(self, claim: Claim) -> set[int]:
