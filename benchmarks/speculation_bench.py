@@ -1,4 +1,8 @@
-"""Prompt-lookup speculation of the llama.cpp engine, on against off: tokens a second, acceptance, and the same text.
+"""Speculation of the llama.cpp engine, on against off: tokens a second, acceptance, and the same text.
+
+`lookup` guesses from the prompt, `model` also by a drafting model: the same one with Q4_0 weights, as large in all but
+bytes, so that it has to find out that it does not pay. `tried at last`: ids drafted for each id of the answers in the
+last round.
 
 Two kinds of prompts: `summary` asks for a text's sentences again in short, so that the answer repeats its prompt;
 `question` asks for something new, where there is little to guess. Each is asked by so many at once, greedily. The runs
@@ -18,7 +22,6 @@ import itertools
 import json
 import statistics
 import time
-from typing import Any
 
 from headrace import models
 from headrace.config import WorkerConfig
@@ -43,9 +46,9 @@ PROMPTS = {
 class Bench:
     """An engine and what its requests gave."""
 
-    def __init__(self, folder: models.ModelFolder, draft_tokens: int) -> None:
+    def __init__(self, folder: models.ModelFolder, draft_tokens: int, draft: models.ModelFolder | None = None) -> None:
         config = WorkerConfig(slots=16, kv_tokens=16384, draft_tokens=draft_tokens)
-        self.engine = BatchLoop(LlamaBackend(folder, config))
+        self.engine = BatchLoop(LlamaBackend(folder, config, draft))
         self._answers: dict[int, list[int]] = {}
         self._open = 0
         self._over = asyncio.Event()
@@ -86,35 +89,63 @@ async def run(options: argparse.Namespace) -> None:
     folder = models.prepare("embedded", "BF16")
     tokenizer = Tokenizer.from_folder(folder.path)
     eos = frozenset(folder.eos_ids)
-    benches = {"off": Bench(folder, 0), "on": Bench(folder, options.draft_tokens)}
-    for bench in benches.values():
+    off = Bench(folder, 0)
+    others = {
+        "lookup": Bench(folder, options.draft_tokens),
+        "model": Bench(folder, options.draft_tokens, models.prepare("embedded", "Q4_0")),
+    }
+    for bench in (off, *others.values()):
         await bench.start()
     if not options.json:
-        print("| prompt | at once | tokens/s off | on | ratio | accepted of drafted | same text |")
-        print("|---|---|---|---|---|---|---|")
+        print(
+            "| prompt | at once | guesses by | tokens/s off | on | ratio | accepted of drafted | tried at last "
+            "| same text |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
     for kind, concurrency in itertools.product(PROMPTS, map(int, options.concurrency.split(","))):
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPTS[kind]}])
-        rates: dict[str, list[float]] = {name: [] for name in benches}
-        texts: dict[str, Any] = {}
-        before = benches["on"].engine.load()
+        asked = [prompt] * concurrency
+        tokens = concurrency * options.tokens
+        rates: dict[str, list[float]] = {name: [] for name in ("off", *others)}
+        tried: dict[str, float] = {}
+        same: dict[str, bool] = {}
+        before = {name: bench.engine.load() for name, bench in others.items()}
         for _ in range(options.rounds):
-            for name, bench in benches.items():
-                seconds, texts[name] = await bench.ask([prompt] * concurrency, options.tokens, eos)
-                rates[name].append(concurrency * options.tokens / seconds)
-        await asyncio.sleep(0.1)
-        after = benches["on"].engine.load()
-        drafted = after.draft_tokens_total - before.draft_tokens_total
-        accepted = after.accepted_draft_tokens_total - before.accepted_draft_tokens_total
-        ratio = statistics.median(on / off for on, off in zip(rates["on"], rates["off"], strict=True))
-        same = texts["on"] == texts["off"]
-        off, on = (statistics.median(rates[name]) for name in ("off", "on"))
-        if options.json:
-            row = {"prompt": kind, "concurrency": concurrency, "off": off, "on": on, "ratio": ratio}
-            print(json.dumps(row | {"drafted": drafted, "accepted": accepted, "same": same}), flush=True)
-        else:
-            share = f"{accepted} of {drafted}"
-            print(f"| {kind} | {concurrency} | {off:.0f} | {on:.0f} | {ratio:.2f} | {share} | {same} |", flush=True)
-    for bench in benches.values():
+            seconds, text = await off.ask(asked, options.tokens, eos)
+            rates["off"].append(tokens / seconds)
+            for name, bench in others.items():
+                drafted = bench.engine.load().draft_tokens_total
+                seconds, answers = await bench.ask(asked, options.tokens, eos)
+                rates[name].append(tokens / seconds)
+                same[name] = answers == text
+                await asyncio.sleep(0.1)
+                tried[name] = (bench.engine.load().draft_tokens_total - drafted) / tokens
+        for name, bench in others.items():
+            after = bench.engine.load()
+            drafted = after.draft_tokens_total - before[name].draft_tokens_total
+            accepted = after.accepted_draft_tokens_total - before[name].accepted_draft_tokens_total
+            ratio = statistics.median(on / off for on, off in zip(rates[name], rates["off"], strict=True))
+            row = {
+                "prompt": kind,
+                "concurrency": concurrency,
+                "guesses_by": name,
+                "off": statistics.median(rates["off"]),
+                "on": statistics.median(rates[name]),
+                "ratio": ratio,
+                "drafted": drafted,
+                "accepted": accepted,
+                "tried_at_last": tried[name],
+                "same": same[name],
+            }
+            if options.json:
+                print(json.dumps(row), flush=True)
+            else:
+                print(
+                    f"| {kind} | {concurrency} | {name} | {row['off']:.0f} | {row['on']:.0f} | {ratio:.2f} "
+                    f"| {accepted} of {drafted} | {tried[name]:.2f} | {same[name]} |",
+                    flush=True,
+                )
+    for bench in (off, *others.values()):
         await bench.engine.stop()
 
 

@@ -309,9 +309,23 @@ class WorkerConfig:
     draft_tokens: int = setting(
         # Off: answers that repeat their prompt gain, the others pay a little for trying.
         0,
-        "llama_cpp engine: ids guessed ahead from the prompt in one step, as far as that pays; 0 = none",
+        "llama_cpp engine: ids guessed ahead in one step, from the prompt and by draft_model, as far as that pays; "
+        "0 = none",
         minimum=0,
         maximum=32,
+    )
+    draft_model: str = setting(
+        "",
+        "llama_cpp engine: a smaller model of the same vocabulary that guesses ahead (needs draft_tokens): a source as "
+        "under [[models]]; empty = none",
+    )
+    draft_quantization: str = setting(
+        "auto",
+        "weights of draft_model",
+        choices=("auto", "as-shipped", "BF16", "F16", "Q8_0", "Q4_0", "Q4_K_M"),
+    )
+    draft_kv_tokens: int = setting(
+        4096, "tokens of KV that draft_model keeps in all; more sequences are not guessed for", minimum=64
     )
     stall_timeout_s: float = setting(60.0, "a step that takes longer makes the worker unhealthy", minimum=0.1)
     drain_grace_s: float = setting(30.0, "time for running requests to finish after SIGTERM", minimum=0.0)
@@ -626,6 +640,8 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"worker.context_tokens: must be at most worker.kv_tokens ({worker.kv_tokens}), got {worker.context_tokens}"
         )
+    if worker.draft_model and not worker.draft_tokens:
+        raise ConfigError("worker.draft_model: needs worker.draft_tokens above 0")
     if worker.engine in ("trtllm_grpc", "openengine") and not worker.engine_address:
         raise ConfigError(f"worker.engine_address: the {worker.engine} engine needs it")
     for section in ("router", "scheduler", "cache", "worker"):

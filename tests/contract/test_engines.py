@@ -112,10 +112,21 @@ def llama_cpp_guessing() -> BatchLoop:
     return BatchLoop(LlamaBackend(models.prepare("embedded"), config), hash_blocks=names)
 
 
+def llama_cpp_drafting() -> BatchLoop:
+    """With a drafting model of other weights, whose KV holds few of the sequences."""
+    from headrace import models
+    from headrace.worker.engines.llama_cpp import LlamaBackend
+
+    config = dataclasses.replace(CONFIG, draft_tokens=4, draft_kv_tokens=256)
+    backend = LlamaBackend(models.prepare("embedded"), config, models.prepare("embedded", "Q4_0"))
+    return BatchLoop(backend, hash_blocks=names)
+
+
 ENGINES: dict[str, Callable[[], Engine]] = {
     "sim": sim,
     "llama_cpp": llama_cpp,
     "llama_cpp guessing ahead": llama_cpp_guessing,
+    "llama_cpp drafting": llama_cpp_drafting,
     "tensorrt_llm 1.2": lambda: tensorrt_llm("1.2.1"),
     "tensorrt_llm 1.4": lambda: tensorrt_llm("1.4.0rc4"),
     "tensorrt_llm on a GPU": tensorrt_llm_on_gpu,
@@ -127,6 +138,7 @@ BEHIND_GRPC = ("trtllm_grpc", "openengine")
 MARKS = {
     "llama_cpp": [pytest.mark.model],
     "llama_cpp guessing ahead": [pytest.mark.model],
+    "llama_cpp drafting": [pytest.mark.model],
     "tensorrt_llm on a GPU": [
         pytest.mark.gpu,
         pytest.mark.skipif(not standin.REAL_MODEL, reason="needs a GPU and HEADRACE_TENSORRT_LLM_MODEL"),

@@ -148,6 +148,11 @@ class World:
 
     limits: Limits
     draw: Callable[[Any], int] = next_id
+    #: What a drafting model says after those ids; and how long each of its steps takes.
+    guess: Callable[[list[int], int], int] | None = None
+    guess_s: float = 0.0
+    #: From a plan to its completion.
+    step_s: float = 0.0
     hashing: bool = True
     now: float = 0.0
     answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -199,8 +204,23 @@ class World:
         }
         drawn = Drawn([self.draw(sequence) for sequence in step.rows], prompt_logprobs=prompt_logprobs)
         drawn.further = {row: self.further(step.rows[row], draft, drawn.ids[row]) for row, draft in step.drafts.items()}
+        self.now += self.step_s
+        if self.guess is not None:
+            drawn.guessed = {
+                row: (self.guesses(step.decodes[row], drawn, row, n), 0) for row, n in step.guesses.items()
+            }
+            drawn.guessing = [(len(step.guesses), self.guess_s)] * max(step.guesses.values(), default=0)
+            self.now += self.guess_s * len(drawn.guessing)
         self.composer.complete(step, drawn, self.now)
         self.collect()
+
+    def guesses(self, sequence: Sequence, drawn: Drawn, row: int, count: int) -> list[int]:
+        assert self.guess is not None
+        text = [*sequence.ids, drawn.ids[row], *drawn.further.get(row, ())]
+        known = len(text)
+        for _ in range(count):
+            text.append(self.guess(text, sequence.choice))
+        return text[known:]
 
     def further(self, sequence: Sequence, draft: list[int], token: int) -> list[int]:
         """What the model draws after each drafted id that it has drawn itself."""
@@ -677,13 +697,17 @@ events = st.lists(
     kv_blocks=st.integers(8, 40),
     beside=st.none() | st.integers(0, 30),
     drafts=st.sampled_from([0, 1, 5]),
+    drafting=st.booleans(),
     seed=st.integers(0, 9),
 )
 def test_any_interleaving_keeps_the_books(
-    events: list[tuple[str, object]], kv_blocks: int, beside: int | None, drafts: int, seed: int
+    events: list[tuple[str, object]], kv_blocks: int, beside: int | None, drafts: int, drafting: bool, seed: int
 ) -> None:
     dice = random.Random(seed)
     ends = {}
+
+    def guess(text: list[int], choice: int) -> int:
+        return dice.randrange(90) if dice.random() < 0.3 else says(text, choice)
 
     def says(text: list[int], choice: int) -> int:
         return often_said(text, choice) if drafts else hash((tuple(text), choice)) % 90
@@ -692,8 +716,8 @@ def test_any_interleaving_keeps_the_books(
         place = (sequence.request.key, sequence.choice, sequence.drawn)
         return ends.setdefault(place, EOS if dice.random() < 0.1 else says(sequence.ids, sequence.choice))
 
-    bounds = limits(kv_blocks=kv_blocks, keep_beside=beside, context_tokens=60, draft_tokens=drafts)
-    world = World(bounds, draw=draw)
+    bounds = limits(kv_blocks=kv_blocks, keep_beside=beside, context_tokens=60, draft_tokens=drafts, drafting=drafting)
+    world = World(bounds, draw=draw, guess=guess if drafting else None)
     cancelled: set[int] = set()
     key = 0
     for what, value in events:
@@ -777,6 +801,42 @@ def test_what_is_guessed_right_saves_steps_and_changes_no_id() -> None:
         world.check_rest()
     assert answers[0] == answers[1]
     assert steps[1] < 0.6 * steps[0]
+
+
+@pytest.mark.parametrize(("guess_s", "pays"), [(0.02, True), (2.0, False)])
+def test_a_drafting_model_saves_steps_while_it_pays_and_changes_no_id(guess_s: float, pays: bool) -> None:
+    """A step takes as long, whatever is in it; every fourth guess is wrong. Nothing of the text repeats."""
+
+    def says(text: list[int], choice: int) -> int:
+        return hash(tuple(text)) % 80 + 10
+
+    def guess(text: list[int], choice: int) -> int:
+        return says(text, choice) if len(text) % 4 else 5
+
+    answers, took, tried = [], [], 0
+    for model in (None, guess):
+        world = World(
+            limits(draft_tokens=4, drafting=model is not None, context_tokens=256),
+            draw=lambda sequence: says(sequence.ids, 0),
+            guess=model,
+            guess_s=guess_s,
+            step_s=1.0,
+        )
+        world.submit(request(1, [1, 2, 3], max_tokens=200, ignore_eos=True))
+        world.run()
+        answers.append(world.answers[1, 0])
+        took.append(world.now)
+        tried = sum(map(bool, (step.guesses for step in world.steps)))
+        load = world.composer.load(0)
+        assert load.accepted_draft_tokens_total <= load.draft_tokens_total
+        world.check_rest()
+    assert answers[0] == answers[1]
+    if pays:
+        assert took[1] < 0.6 * took[0]
+    else:
+        # It has tried, and has left off.
+        assert 0 < tried < 10
+        assert took[1] < took[0] + 10 * guess_s
 
 
 def test_nothing_is_guessed_where_more_than_the_logits_decides() -> None:

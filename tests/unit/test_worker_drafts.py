@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from headrace.worker.drafts import Lookup, Speculation
+from headrace.worker.drafts import Drafted, Lookup, Speculation
 
 
 def test_what_followed_the_last_ids_is_guessed() -> None:
@@ -82,3 +82,43 @@ def test_without_steps_of_different_sizes_it_tries() -> None:
     for _ in range(50):
         speculation.step_took(1, 0.01)
     assert speculation.count([0.5], 1) == 4
+
+
+def _drafting(speculation: Speculation, base_s: float, per_token_s: float) -> Speculation:
+    for tokens in (1, 64, 1, 2, 1):
+        speculation.guessing_took(tokens, base_s + per_token_s * tokens)
+    return speculation
+
+
+def test_a_drafting_model_is_asked_while_it_is_much_faster() -> None:
+    sure, unsure = Drafted(0.8, 1), Drafted(0.1, 1)
+    small = _drafting(_learned(0.010, 0.0001), 0.0005, 0.00001)
+    assert small.count_guessed([(sure, 100)], 1) >= 4
+    assert small.count_guessed([(unsure, 100)], 1) <= 1
+    # As large as the model that it drafts for.
+    assert _drafting(_learned(0.010, 0.0001), 0.010, 0.0001).count_guessed([(sure, 100)], 1) == 0
+    # Untried, it is tried.
+    assert _learned(0.010, 0.0001).count_guessed([(Drafted(0.5, 20), 100)], 1) > 0
+
+
+def test_a_long_prompt_is_read_for_a_long_answer_alone() -> None:
+    speculation = _drafting(_learned(0.010, 0.0001), 0.0005, 0.0002)
+    assert speculation.count_guessed([(Drafted(0.8, 2000), 20)], 1) == 0
+    assert speculation.count_guessed([(Drafted(0.8, 2000), 4000)], 1) > 0
+
+
+def test_a_drafting_model_stops_under_load() -> None:
+    speculation = _drafting(_learned(0.010, 0.002), 0.001, 0.0001)
+    counts = [speculation.count_guessed([(Drafted(0.7, 1), 100)] * many, many) for many in (1, 2, 4, 8, 16, 64)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 0
+    assert counts[-1] == 0
+
+
+def test_what_one_sequence_has_taught_the_next_begins_with() -> None:
+    speculation, drafted = Speculation(8), Drafted(0.5, 1)
+    for _ in range(20):
+        speculation.learn(drafted, 4, 0)
+    assert drafted.acceptance < 0.1
+    assert speculation.of_all.acceptance < 0.1
+    assert (speculation.drafted_total, speculation.accepted_total) == (80, 0)

@@ -42,7 +42,7 @@ from typing import Any
 from headrace._gateway import chunk_weight, chunk_within
 from headrace.errors import error
 from headrace.v1 import types_pb2, worker_pb2
-from headrace.worker.drafts import Lookup, Speculation
+from headrace.worker.drafts import Drafted, Guesser, Lookup, Speculation
 from headrace.worker.engine import (
     BlockChange,
     Delta,
@@ -81,6 +81,8 @@ class Limits:
     keep_beside: int | None = None
     #: Ids that may be guessed ahead for each sequence in a step; 0 = none.
     draft_tokens: int = 0
+    #: The engine has a drafting model.
+    drafting: bool = False
 
 
 @dataclass(slots=True)
@@ -97,6 +99,10 @@ class Drawn:
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     #: For rows with a draft: the ids after the row's own, one for each drafted id that was drawn.
     further: Mapping[int, list[int]] = field(default_factory=dict)
+    #: For rows of ``Step.guesses``: what the drafting model says next, and how many ids it has yet to read.
+    guessed: Mapping[int, tuple[list[int], int]] = field(default_factory=dict)
+    #: Ids that it computed at once, and the seconds that took.
+    guessing: Seq[tuple[int, float]] = ()
 
 
 class Sequence:
@@ -106,6 +112,7 @@ class Sequence:
         "_blocks_since_s",
         "choice",
         "computed",
+        "drafted",
         "ended",
         "ids",
         "kv_block_s",
@@ -138,6 +145,7 @@ class Sequence:
         self.sampler: Any = None
         #: Set when ids may be guessed ahead for it.
         self.lookup: Lookup | None = None
+        self.drafted: Drafted | None = None
 
     @property
     def drawn(self) -> int:
@@ -239,6 +247,10 @@ class Step:
     planned_s: float = 0.0
     #: Its prompts are batch work's, which has not been kept waiting: somebody else's may break it off.
     yields: bool = False
+    #: By place in ``decodes``: so many ids are to be guessed by the drafting model when this step's are drawn.
+    guesses: dict[int, int] = field(default_factory=dict)
+    #: Who has guessed each of ``drafts``.
+    guessers: dict[int, Guesser] = field(default_factory=dict)
 
     @property
     def decode_tokens(self) -> int:
@@ -410,7 +422,8 @@ class Composer:
             context += tokens
         # A prompt that waits is computed first: drafts are for what would else be the step's idle width.
         quiet = self.limits.draft_tokens and not beginning and not self._waiting
-        drafts = self._drafts(decodes, now) if quiet else {}
+        drafts, guessers = self._drafts(decodes, now) if quiet else ({}, {})
+        guesses = self._guesses(decodes) if quiet and self.limits.drafting else {}
         rows, outputs = list(decodes), list(range(len(decodes)))
         output = len(decodes)
         if drafts:
@@ -424,7 +437,9 @@ class Composer:
             prefill += chunk.count
             yields = yields and _is_batch(chunk.sequence)
         operations = self.kv.take_operations()
-        return Step(operations, decodes, chunks, rows, outputs, prefill, context, drafts, now, yields)
+        step = Step(operations, decodes, chunks, rows, outputs, prefill, context, drafts, now, yields)
+        step.guesses, step.guessers = guesses, guessers
+        return step
 
     def _make_way(self, now: float) -> tuple[bool, bool]:
         """Whether batch work stands still in the next step, and whether it has done so for so long that it must not."""
@@ -464,7 +479,10 @@ class Composer:
         for place, chunk in enumerate(step.chunks):
             self._computed(chunk, drawn.prompt_logprobs.get(place), now)
         if self.limits.draft_tokens and not step.chunks and step.decodes:
-            self.speculation.step_took(step.decode_tokens, now - step.planned_s)
+            own_s = sum(duration_s for _, duration_s in drawn.guessing)
+            self.speculation.step_took(step.decode_tokens, now - step.planned_s - own_s)
+        for tokens, duration_s in drawn.guessing:
+            self.speculation.guessing_took(tokens, duration_s)
         logprobs, errors, ended = drawn.logprobs, drawn.errors, drawn.ended
         plain = not (logprobs or errors or ended or step.drafts)
         for row, (sequence, token) in enumerate(zip(step.rows, drawn.ids, strict=True)):
@@ -478,7 +496,12 @@ class Composer:
             else:
                 self._append(sequence, token, logprobs.get(row), row in ended, now)
                 if row in step.drafts:
-                    self._take_draft(sequence, step.drafts[row], drawn.further.get(row, []), now)
+                    further = drawn.further.get(row, [])
+                    self.speculation.learn(step.guessers[row], len(step.drafts[row]), len(further))
+                    self._take_draft(sequence, step.drafts[row], further, now)
+        for row, (guessed, behind) in drawn.guessed.items():
+            if (drafted := step.decodes[row].drafted) is not None:
+                drafted.ids, drafted.at, drafted.behind = guessed, len(step.decodes[row].ids), behind
 
     def abandon(self, step: Step, now: float) -> None:
         """The step was broken off: whatever it had computed is undone and will be computed again."""
@@ -559,27 +582,53 @@ class Composer:
 
     # --- inside: guessing ahead --------------------------------------------------------------------------------------
 
-    def _drafts(self, decodes: list[Sequence], now: float) -> dict[int, list[int]]:
-        """Ids guessed for this step, by place; only into room that nobody else asks for."""
+    def _drafts(self, decodes: list[Sequence], now: float) -> tuple[dict[int, list[int]], dict[int, Guesser]]:
+        """Ids guessed for this step, by place, and by whom; only into room that nobody else asks for."""
         found: dict[int, list[int]] = {}
+        guessers: dict[int, Guesser] = {}
         for place, sequence in enumerate(decodes):
-            lookup, lane = sequence.lookup, sequence.lane
-            if lookup is None or lane is None:
+            lookup, drafted = sequence.lookup, sequence.drafted
+            if lookup is None or sequence.lane is None:
                 continue
-            # The id that is due is not one of them.
-            left = min(self.limits.draft_tokens, sequence.state.context_left - sequence.drawn - 1)
+            left = self._room_for_drafts(sequence)
             if left > 0 and (draft := lookup.draft(sequence.ids, left)):
-                found[place] = draft
+                found[place], guessers[place] = draft, lookup
+            if drafted is None or not drafted.ids or drafted.at != len(sequence.ids) or left < 1:
+                continue
+            if place not in found or drafted.acceptance > guessers[place].acceptance:
+                found[place], guessers[place] = drafted.ids[:left], drafted
         if not found:
-            return found
-        lookups = {place: lookup for place in found if (lookup := decodes[place].lookup) is not None}
-        count = self.speculation.count([lookup.acceptance for lookup in lookups.values()], len(decodes))
+            return {}, {}
+        count = self.speculation.count([each.acceptance for each in guessers.values()], len(decodes))
         if count == 0:
-            for lookup in lookups.values():
-                lookup.rest()
-            return {}
+            for each in guessers.values():
+                each.rest()
+            return {}, {}
         fitting = {place: self._fit(decodes[place], draft[:count], now) for place, draft in found.items()}
-        return {place: draft for place, draft in fitting.items() if draft}
+        return {place: draft for place, draft in fitting.items() if draft}, guessers
+
+    def _guesses(self, decodes: list[Sequence]) -> dict[int, int]:
+        """How many ids the drafting model is to guess after this step, by place."""
+        rows: dict[int, tuple[Drafted, int]] = {}
+        for place, sequence in enumerate(decodes):
+            if sequence.lookup is None or sequence.lane is None or self._room_for_drafts(sequence) < 2:
+                continue
+            if sequence.drafted is None:
+                sequence.drafted = Drafted(self.speculation.of_all.acceptance, len(sequence.ids))
+            left = sequence.request.stopping.max_tokens - sequence.drawn
+            rows[place] = (sequence.drafted, min(left, sequence.state.context_left - sequence.drawn))
+        count = self.speculation.count_guessed(list(rows.values()), len(decodes)) if rows else 0
+        if count == 0:
+            for drafted, _ in rows.values():
+                drafted.behind += 1
+                drafted.rest()
+            self.speculation.of_all.rest()
+            return {}
+        return dict.fromkeys(rows, count)
+
+    def _room_for_drafts(self, sequence: Sequence) -> int:
+        """The id that is due is not one of them."""
+        return min(self.limits.draft_tokens, sequence.state.context_left - sequence.drawn - 1)
 
     def _fit(self, sequence: Sequence, draft: list[int], now: float) -> list[int]:
         lane = sequence.lane
@@ -592,9 +641,6 @@ class Composer:
 
     def _take_draft(self, sequence: Sequence, draft: list[int], further: list[int], now: float) -> None:
         """The ids that the draft has saved steps for; what was computed beyond them is given up."""
-        lookup = sequence.lookup
-        assert lookup is not None
-        self.speculation.learn(lookup, len(draft), len(further))
         for token in further:
             if sequence.lane is None:
                 # It has ended.

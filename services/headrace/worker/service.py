@@ -793,7 +793,11 @@ def _end_span(open_: _Open, finish: Finish) -> None:
 
 
 def make_engine(
-    settings: Config, model: ModelConfig, folder: models.ModelFolder, certificates: Tls | None = None
+    settings: Config,
+    model: ModelConfig,
+    folder: models.ModelFolder,
+    certificates: Tls | None = None,
+    draft: models.ModelFolder | None = None,
 ) -> Engine:
     """The engine that is asked for. Raises ConfigError or ModelError."""
     config = settings.worker
@@ -806,7 +810,7 @@ def make_engine(
     if config.engine == "llama_cpp":
         from headrace.worker.engines.llama_cpp import LlamaBackend
 
-        backend = LlamaBackend(folder, config)
+        backend = LlamaBackend(folder, config, draft)
     elif config.engine == "sim":
         from headrace.worker.engines.sim import SimBackend, sim_limits
         from headrace.worker.timing import Timing
@@ -877,7 +881,11 @@ async def run(config: Config) -> None:
     try:
         certificates = tls.load(config.tls)
         folder = await asyncio.to_thread(_prepare, model, needs_weights=worker.engine == "llama_cpp")
-        engine = make_engine(config, model, folder, certificates)
+        draft = None
+        if worker.engine == "llama_cpp" and worker.draft_model:
+            guessing = ModelConfig("draft_model", worker.draft_model, worker.draft_quantization)
+            draft = await asyncio.to_thread(_prepare, guessing, needs_weights=True)
+        engine = make_engine(config, model, folder, certificates, draft)
         await _serve(worker, model.name, folder, engine, certificates, began_s)
     finally:
         await asyncio.to_thread(tracing.shutdown)

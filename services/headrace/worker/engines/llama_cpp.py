@@ -27,6 +27,7 @@ from headrace.v1 import types_pb2
 from headrace.worker.composer import Chunk, Drawn, Limits, Sequence, Step
 from headrace.worker.engine import Guided, Request, TokenLogprobs
 from headrace.worker.engines.llama_api import MAX_SEQUENCES, Context, Grammar
+from headrace.worker.engines.llama_draft import DraftingModel
 from headrace.worker.guided import GuidedCompiler
 from headrace.worker.kv import CopyLane, FillPlace, LoadBlock, SaveBlock, TrimLane
 from headrace.worker.loop import Interrupted
@@ -42,12 +43,15 @@ _MAX_GRAMMARS = 128
 class LlamaBackend:
     """See the module's text."""
 
-    def __init__(self, folder: ModelFolder, config: WorkerConfig) -> None:
+    def __init__(self, folder: ModelFolder, config: WorkerConfig, draft: ModelFolder | None = None) -> None:
+        """``draft``: of the drafting model."""
         if folder.weights is None:
             raise ModelError(f"model folder {folder.path} has no weights, which the llama_cpp engine needs")
         self._folder = folder
         self._weights = folder.weights
         self._config = config
+        self._draft = draft
+        self._drafting: DraftingModel | None = None
         self._compiler = GuidedCompiler(folder.weights)
         self._context: Context | None = None
         #: A row for each place in which a block's KV can be kept.
@@ -76,6 +80,7 @@ class LlamaBackend:
             idle_chunk_tokens=max(chunk, min(_IDLE_CHUNK_TOKENS, config.kv_tokens)),
             max_waiting=config.max_waiting,
             draft_tokens=config.draft_tokens,
+            drafting=self._draft is not None and config.draft_tokens > 0,
         )
         self._context = Context(
             self._weights,
@@ -89,6 +94,8 @@ class LlamaBackend:
                 f"{self._weights} has {self._context.vocabulary.size} tokens, its model.json says {folder.vocab_size}"
             )
         self._warm_up(limits)
+        if limits.drafting:
+            self._open_drafting(limits)
         if not config.prefix_cache:
             return replace(limits, keep_beside=0)
         # Pages of it are taken from the system when they are first written.
@@ -97,6 +104,27 @@ class LlamaBackend:
         if config.kv_tokens >= config.block_tokens and len(self._kept):
             self.kv_block_bytes = block_bytes
         return replace(limits, keep_beside=len(self._kept))
+
+    def _open_drafting(self, limits: Limits) -> None:
+        draft, config = self._draft, self._config
+        assert draft is not None
+        if draft.weights is None:
+            raise ModelError(f"worker.draft_model: model folder {draft.path} has no weights")
+        if draft.tokenizer_sha256 != self._folder.tokenizer_sha256:
+            raise ModelError(f"worker.draft_model: {draft.weights} has another vocabulary than {self._weights}")
+        self._drafting = DraftingModel(
+            draft.weights,
+            kv_tokens=config.draft_kv_tokens,
+            sequences=limits.slots,
+            most_at_once=limits.chunk_tokens,
+            threads=config.threads,
+        )
+        log.info(
+            "the drafting model %s keeps KV of %d tokens: %d MiB",
+            draft.weights,
+            config.draft_kv_tokens,
+            self._drafting.kv_bytes >> 20,
+        )
 
     def describe(self) -> types_pb2.ModelDescription:
         """Of the folder."""
@@ -150,13 +178,18 @@ class LlamaBackend:
             self._context.interrupt()
 
     def release(self, sequence: Sequence) -> None:
-        """Drops its dice, and with them its grammar."""
+        """Drops its dice, and with them its grammar; and what was read for its guesses."""
         sequence.sampler = None
+        if self._drafting is not None:
+            self._drafting.forget(sequence)
 
     def close(self) -> None:
         """Frees everything but the grammars' child, which ``aclose`` ends."""
         context, self._context = self._context, None
         self._grammars.clear()
+        if self._drafting is not None:
+            self._drafting.close()
+            self._drafting = None
         if context is not None:
             context.close()
 
@@ -193,7 +226,15 @@ class LlamaBackend:
             # 1 = no room in the KV: the accounts are wrong, so what is there can't be trusted either.
             reason = "it has no room in its KV" if code == 1 else f"code {code}"
             raise EngineError(f"llama.cpp could not compute a step of {size} tokens: {reason}")
-        return self._draw(step, context.logits(outputs))
+        drawn = self._draw(step, context.logits(outputs))
+        if step.guesses and self._drafting is not None:
+            wanted = {
+                place: (sequence, [*sequence.ids, drawn.ids[place], *drawn.further.get(place, ())], count)
+                for place, count in step.guesses.items()
+                if (sequence := step.decodes[place]).lane is not None
+            }
+            drawn.guessed, drawn.guessing = self._drafting.guess(wanted)
+        return drawn
 
     def read_block(self, lane: int, start: int, end: int) -> bytes:
         """See ``Backend.read_block``."""
