@@ -423,7 +423,7 @@ class Composer:
         # A prompt that waits is computed first: drafts are for what would else be the step's idle width.
         quiet = self.limits.draft_tokens and not beginning and not self._waiting
         drafts, guessers = self._drafts(decodes, now) if quiet else ({}, {})
-        guesses = self._guesses(decodes) if quiet and self.limits.drafting else {}
+        guesses = self._guesses(decodes, guessers) if quiet and self.limits.drafting else {}
         rows, outputs = list(decodes), list(range(len(decodes)))
         output = len(decodes)
         if drafts:
@@ -607,14 +607,19 @@ class Composer:
         fitting = {place: self._fit(decodes[place], draft[:count], now) for place, draft in found.items()}
         return {place: draft for place, draft in fitting.items() if draft}, guessers
 
-    def _guesses(self, decodes: list[Sequence]) -> dict[int, int]:
-        """How many ids the drafting model is to guess after this step, by place."""
+    def _guesses(self, decodes: list[Sequence], guessers: dict[int, Guesser]) -> dict[int, int]:
+        """How many ids the drafting model is to guess after this step, by place; ``guessers`` are those of its drafts."""
         rows: dict[int, tuple[Drafted, int]] = {}
         for place, sequence in enumerate(decodes):
-            if sequence.lookup is None or sequence.lane is None or self._room_for_drafts(sequence) < 2:
+            lookup = sequence.lookup
+            if lookup is None or sequence.lane is None or self._room_for_drafts(sequence) < 2:
                 continue
             if sequence.drafted is None:
                 sequence.drafted = Drafted(self.speculation.of_all.acceptance, len(sequence.ids))
+            if guessers.get(place) is lookup and lookup.acceptance >= sequence.drafted.acceptance:
+                # Its answer repeats what was said, and will go on to: that costs nothing.
+                sequence.drafted.behind += 1
+                continue
             left = sequence.request.stopping.max_tokens - sequence.drawn
             rows[place] = (sequence.drafted, min(left, sequence.state.context_left - sequence.drawn))
         count = self.speculation.count_guessed(list(rows.values()), len(decodes)) if rows else 0
