@@ -10,8 +10,11 @@ import asyncio
 import importlib
 import inspect
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,3 +290,26 @@ async def test_a_result_needs_the_loop_it_was_made_in(an_llm: Callable[..., Any]
     # A thread without a loop gets a queue for threads.
     result = await asyncio.to_thread(llm.generate, [7, 8], trt.SamplingParams(end_id=2, max_tokens=3))
     assert result.outputs[0].length == 3
+
+
+#: They need ranks, or TensorRT-LLM's own server.
+OPEN_POINTS = "tests/contract/test_tensorrt_llm_real.py"
+ONLY_THERE = "not ranks_are_started and not servers_that_are_apart"
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.4.0rc4"])
+def test_the_open_points_hold_on_the_stand_in(version: str) -> None:
+    """``test_tensorrt_llm_real.py`` with the stand-in in the real one's place: what it plays is what is assumed."""
+    root = Path(__file__).parents[2]
+    environment = standin.environment(version=version)
+    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(root), *filter(None, sys.path)])
+    run = subprocess.run(
+        [*f"{sys.executable} -m pytest -q -p no:cacheprovider {OPEN_POINTS} -k".split(), ONLY_THERE],
+        cwd=root,
+        env=os.environ | environment | {"HEADRACE_TENSORRT_LLM_MODEL": standin.ITSELF},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert " passed" in run.stdout

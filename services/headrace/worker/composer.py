@@ -608,7 +608,7 @@ class Composer:
         return {place: draft for place, draft in fitting.items() if draft}, guessers
 
     def _guesses(self, decodes: list[Sequence], guessers: dict[int, Guesser]) -> dict[int, int]:
-        """How many ids the drafting model is to guess after this step, by place; ``guessers`` are those of its drafts."""
+        """How many ids the drafting model is to guess after this step, by place; ``guessers`` of its drafts."""
         rows: dict[int, tuple[Drafted, int]] = {}
         for place, sequence in enumerate(decodes):
             lookup = sequence.lookup

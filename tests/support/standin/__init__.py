@@ -22,7 +22,8 @@ from headrace.worker.selfbatched import SelfBatched
 PATH = Path(__file__).parent
 MODEL = ModelConfig(name="toy", source="/nowhere")
 VOCAB_SIZE, EOS_IDS = 1000, (2, 3)
-#: A checkpoint's folder, on a machine with a GPU.
+#: A checkpoint's folder, on a machine with a GPU; or this, where the stand-in plays the real one.
+ITSELF = "/stand-in"
 REAL_MODEL = os.environ.get("HEADRACE_TENSORRT_LLM_MODEL", "")
 
 
@@ -87,6 +88,8 @@ def engine(
 
 def real_folder() -> ModelFolder:
     """The checkpoint's text side."""
+    if REAL_MODEL == ITSELF:
+        return folder()
     return models.prepare(REAL_MODEL, weights=False)
 
 

@@ -468,6 +468,14 @@ def check_settings(worker: WorkerConfig, settings: TensorRtLlmConfig) -> None:
         raise ConfigError(
             f"worker.block_tokens: TensorRT-LLM's blocks are a power of two above 1, got {worker.block_tokens}"
         )
+    parts = (settings.moe_tensor_parallel_size, settings.moe_expert_parallel_size)
+    # With one of them left to TensorRT-LLM it follows from the other.
+    wrong = parts[0] * parts[1] != settings.tensor_parallel_size if all(parts) else False
+    if wrong or any(part and settings.tensor_parallel_size % part for part in parts):
+        raise ConfigError(
+            "tensorrt_llm.moe_tensor_parallel_size: times moe_expert_parallel_size it must be tensor_parallel_size "
+            f"({settings.tensor_parallel_size}), got {parts[0]} and {parts[1]}"
+        )
     for name, path in adapters(settings.lora_adapters).items():
         if not os.path.exists(path):
             raise ModelError(f"tensorrt_llm.lora_adapters: {name}: {path} does not exist")

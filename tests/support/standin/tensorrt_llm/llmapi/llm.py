@@ -51,6 +51,11 @@ class BaseLLM:
             tokenizer_revision=tokenizer_revision,
             **kwargs,
         )
+        experts = (self.args.moe_tensor_parallel_size or 1) * (self.args.moe_expert_parallel_size or 1)
+        if experts not in (1, tensor_parallel_size):
+            raise ValueError(
+                f"tp_size must equal to moe_tp_size * moe_ep_size, but got {tensor_parallel_size} != {experts}"
+            )
         self._ids = itertools.count(1)
         self._engine = Engine(self.args)
         self._submitted = False

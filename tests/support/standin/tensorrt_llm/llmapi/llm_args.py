@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum, StrEnum, auto
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -12,6 +13,33 @@ from tensorrt_llm.version import RELEASE
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+
+
+class LoadFormat(Enum):
+    """Of weights."""
+
+    AUTO = 0
+    DUMMY = 1
+    VISION_ONLY = 2
+
+
+class QuantAlgo(StrEnum):
+    """Methods of quantisation, as checkpoints name them."""
+
+    FP8 = auto()
+    FP8_BLOCK_SCALES = auto()
+    FP8_PER_CHANNEL_PER_TOKEN = auto()
+    NVFP4 = auto()
+    W4A16_AWQ = auto()
+    W4A8_AWQ = auto()
+    W4A16_GPTQ = auto()
+    W4A8_MXFP4_FP8 = auto()
+    W4A16_MXFP4 = auto()
+    W8A16 = auto()
+    W4A16 = auto()
+    INT8 = auto()
+    MIXED_PRECISION = auto()
+    NO_QUANT = auto()
 
 
 class KvCacheConfig(_Strict):
@@ -88,6 +116,8 @@ class NGramDecodingConfig(_Strict):
 
     decoding_type: Literal["NGram"] = "NGram"
     max_draft_len: int | None = None
+    speculative_model: str | None = None
+    load_format: str | None = None
     max_matching_ngram_size: int = 2
     is_keep_all: bool = True
     is_use_oldest: bool = True
