@@ -10,7 +10,11 @@ fleet would have had, and the mean time to the first token. Two requests that co
 in a cache without time either, and whoever is sent where its prefix is not, because it is answered sooner there, counts
 as not found: the fleet's figure is below 1 for both.
 
+`beginnings`: 64 beginnings of 512 tokens, prompts 32 tokens longer, on two workers as slow as the embedded model is
+on a CPU core, each with KV for some 45 of them: what each rule of placing finds, and how late first tokens are.
+
     python benchmarks/prefix_eval.py --traces FOLDER    # FOLDER/mooncake/*.jsonl, as Mooncake publishes them; minutes
+    python benchmarks/prefix_eval.py --only beginnings  # needs no traces
 """
 
 from __future__ import annotations
@@ -125,14 +129,54 @@ def fleet(path: Path, policy: str, host_blocks: int, seeds: int, speed: float) -
     return statistics.fmean(run["hit"] for run in runs), statistics.fmean(run["ttft_s"]["mean"] for run in runs)
 
 
+#: About the embedded model in BF16 on one thread (`engine_bench.py`). The scheduler has to learn it from steps.
+CPU = {
+    "name": "cpu",
+    "gpu": "none",
+    "model": "embedded",
+    "tensor_parallel": 1,
+    "source": "engine_bench.py, rounded",
+    "step_ms": [[1, 7.5], [8, 13], [64, 62], [256, 245], [1024, 1000]],
+    "attention_pair_ms": 5e-5,
+    "context_token_ms": 5e-4,
+    "kv_tokens": 24_000,
+}
+
+
+def beginnings(policy: str, rate_per_s: float, seeds: int) -> tuple[float, float, float]:
+    """Share of prompt tokens found, mean seconds to the first token, and their 99th percentile."""
+    made = {"requests": 1000, "prompt_tokens": 544, "shared_tokens": 512, "roots": 64, "block_tokens": 16, "sigma": 0.1}
+    group = {"workers": 2, "table": CPU, "kv_blocks": 1500, "max_batch": 8}
+    settings = {
+        "groups": [group],
+        "policy": policy,
+        "shed": False,
+        "chunk": "1024",
+        "order": "fcfs",
+        "tpot_target_s": 1.0,
+    }
+    runs = []
+    for seed in range(1, seeds + 1):
+        workload = sim.make_workload({**made, "rate_per_s": rate_per_s, "output_tokens": 8}, seed)
+        runs.append(json.loads(sim.run_one(workload, {**settings, "seed": seed}).summary_json()))
+    ttft_s = [[run["ttft_s"][which] for run in runs] for which in ("mean", "p99")]
+    return statistics.fmean(run["hit"] for run in runs), statistics.fmean(ttft_s[0]), statistics.fmean(ttft_s[1])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--only", default="cache,fleet")
+    parser.add_argument("--traces", type=Path, default=Path("traces"))
+    parser.add_argument("--only", default="cache,fleet,beginnings")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--speed", type=float, default=1.0, help="of arrivals, fleet only")
     arguments = parser.parse_args()
-    for name, file in TRACES.items():
+    if "beginnings" in arguments.only:
+        for rate_per_s in (4.0, 7.0):
+            print(f"64 beginnings, 2 workers, {rate_per_s:g} requests/s:")
+            for policy in (*POLICIES, "preble"):
+                hit, mean_s, p99_s = beginnings(policy, rate_per_s, arguments.seeds)
+                print(f"  {policy}: {hit:.3f} of the tokens; TTFT mean {mean_s:.3f} s, p99 {p99_s:.2f} s")
+    for name, file in TRACES.items() if "cache" in arguments.only or "fleet" in arguments.only else ():
         path = arguments.traces / "mooncake" / file
         if not path.exists():
             print(f"{name}: skipped, there is no {path}", file=sys.stderr)
