@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from headrace import models
@@ -31,9 +31,7 @@ async def run(config: Config) -> None:
     """Serve until told to stop. Raises ConfigError when a setting is wrong or a port is taken."""
     configure_logging(config.telemetry)
     allow_connections()
-    with StopSignals() as signals, tempfile.TemporaryDirectory(prefix="headrace-router-") as folder:
-        # Its mode is 0700: who reaches its sockets is this process, or could be.
-        sockets = Path(folder)
+    with StopSignals() as signals, _socket_folder(config) as sockets:
         try:
             router = await asyncio.to_thread(Router.start, plane_config(config, sockets))
         except ValueError as error:
@@ -46,6 +44,16 @@ async def run(config: Config) -> None:
             await draining
         finally:
             await asyncio.to_thread(router.stop)
+
+
+@contextlib.contextmanager
+def _socket_folder(config: Config) -> Iterator[Path]:
+    """A folder of mode 0700: who reaches its sockets is this process, or could be. Made where it is needed."""
+    if not config.batches.data_dir:
+        yield Path()
+        return
+    with tempfile.TemporaryDirectory(prefix="headrace-router-") as folder:
+        yield Path(folder)
 
 
 @contextlib.asynccontextmanager
