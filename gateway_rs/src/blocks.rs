@@ -162,11 +162,15 @@ fn guided_fields(fields: &mut Fields, guided: Option<&Guided>) {
 
 /// Tools are in the prompt too, if the template shows them; they also say how an answer is read.
 fn tool_fields(fields: &mut Fields, request: &Request) {
-    let choice = match request.tool_choice {
-        ToolChoice::Auto => 0,
-        ToolChoice::None => 1,
+    let choice = match &request.tool_choice {
+        ToolChoice::Auto => "auto",
+        ToolChoice::None => "none",
+        ToolChoice::Required => "required",
+        ToolChoice::Named(name) => name,
     };
-    fields.number("tool_choice", choice);
+    fields.bytes("tool_choice", choice.as_bytes());
+    fields.number("named_tool", matches!(request.tool_choice, ToolChoice::Named(_)).into());
+    fields.number("only_one_call", request.only_one_call.into());
     for prompt in &request.prompts {
         if let Prompt::Chat(chat) = prompt {
             let tools: Vec<String> = chat.tools.iter().map(ToString::to_string).collect();

@@ -13,6 +13,8 @@ use crate::tokenize::Tokenizer;
 pub struct StreamDecoder {
     source: Source,
     skip_special: bool,
+    /// Special tokens that have a text all the same.
+    shown: Arc<[u32]>,
     /// A decoder that strips drops one space before anything was shown, never later.
     strip_space: bool,
     /// The beginning of a character; between calls at most three bytes.
@@ -50,6 +52,7 @@ impl StreamDecoder {
         Self {
             source,
             skip_special,
+            shown: Arc::default(),
             strip_space,
             pending: Vec::new(),
         }
@@ -59,6 +62,13 @@ impl StreamDecoder {
     #[must_use]
     pub fn continuing(mut self) -> Self {
         self.strip_space = false;
+        self
+    }
+
+    /// These have a text, special or not. Not for the few tokenizers that decode in context.
+    #[must_use]
+    pub fn showing(mut self, ids: &Arc<[u32]>) -> Self {
+        self.shown = ids.clone();
         self
     }
 
@@ -73,7 +83,7 @@ impl StreamDecoder {
         let Some((content, special)) = table.get(id) else {
             return;
         };
-        if special && self.skip_special {
+        if special && self.skip_special && !self.shown.contains(&id) {
             return end_pending(&mut self.pending, out);
         }
         match content {

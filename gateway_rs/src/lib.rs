@@ -24,4 +24,5 @@ pub mod schema;
 pub mod stops;
 pub mod template;
 pub mod tokenize;
+pub mod tools;
 pub mod typed;

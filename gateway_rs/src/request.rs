@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{shorten, ApiError, ErrorCode};
 use crate::schema;
+use crate::tools::{self, ToolFormat, ToolRules};
 
 /// By which interface a request came in. Decides nothing but how fields are called and which defaults apply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -51,6 +52,7 @@ enum Field {
     Deadline,
     TtftTarget,
     TpotTarget,
+    ToolChoice,
 }
 
 impl Door {
@@ -79,6 +81,7 @@ impl Door {
                 _ => ("top_logprobs", "logprobs.top"),
             },
             Field::Deadline => ("deadline_ms", "deadline_ms"),
+            Field::ToolChoice => ("tool_choice", "chat.tool_use"),
             Field::TtftTarget => (TTFT_HEADER, "ttft_target_ms"),
             Field::TpotTarget => (TPOT_HEADER, "tpot_target_ms"),
         };
@@ -526,13 +529,28 @@ pub enum Guided {
 }
 
 /// What the client said of the use of its tools.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ToolChoice {
     /// The model's own choice.
     #[default]
     Auto,
     /// No use of them.
     None,
+    /// One of them is called.
+    Required,
+    /// This one is called.
+    Named(String),
+}
+
+impl ToolChoice {
+    /// The tools as the template gets them.
+    pub(crate) fn offered(&self, tools: Vec<Value>) -> Vec<Value> {
+        match self {
+            // A model can't call what it isn't shown.
+            Self::None => Vec::new(),
+            _ => tools,
+        }
+    }
 }
 
 /// Bounds that come from the configuration and from the model.
@@ -636,6 +654,8 @@ pub struct Draft {
     pub guided: Option<GuidedDraft>,
     /// What the client said of the use of its tools.
     pub tool_choice: ToolChoice,
+    /// An answer ends with its first call of a tool.
+    pub only_one_call: bool,
     /// A LoRA adapter; empty = none.
     pub lora: String,
     /// See [`Class`].
@@ -700,6 +720,7 @@ impl Draft {
             top_logprobs: None,
             guided: None,
             tool_choice: ToolChoice::Auto,
+            only_one_call: false,
             lora: String::new(),
             class: Class::Standard,
             deadline: None,
@@ -728,9 +749,17 @@ impl Draft {
         let (max_tokens, min_tokens) = self.lengths(max_tokens_param)?;
         self.check_stop(limits)?;
         let stop_ids = self.stop_ids(limits)?;
-        if let Some(GuidedDraft { guided, strict, param }) = &self.guided {
+        let wishes = self.guided.clone().into_iter().chain(self.required_call()?);
+        let wishes: Vec<GuidedDraft> = wishes.collect();
+        if let [one, forced] = wishes.as_slice() {
+            let message = format!("a required call of a tool leaves no room for {}", one.param);
+            return Err(ApiError::invalid(forced.param, message));
+        }
+        let wish = wishes.into_iter().next();
+        if let Some(GuidedDraft { guided, strict, param }) = &wish {
             schema::admit(guided, *strict, &limits.schema).map_err(|refusal| refusal.into_error(param))?;
         }
+        let guided = wish.map(|draft| draft.guided);
         if let Some(deadline) = self.deadline {
             if deadline > limits.max_deadline {
                 return Err(ApiError::invalid(
@@ -757,8 +786,9 @@ impl Draft {
                 include_stop: self.include_stop,
             },
             logprobs,
-            guided: self.guided.map(|draft| draft.guided),
+            guided,
             tool_choice: self.tool_choice,
+            only_one_call: self.only_one_call,
             lora: label(self.lora, "lora")?,
             class: self.class,
             deadline: self.deadline,
@@ -775,6 +805,24 @@ impl Draft {
             prompts: self.prompts,
             max_tokens_param,
         })
+    }
+
+    /// The form that a required call of a tool gives an answer.
+    fn required_call(&self) -> Result<Option<GuidedDraft>, ApiError> {
+        let name = match &self.tool_choice {
+            ToolChoice::Auto | ToolChoice::None => return Ok(None),
+            ToolChoice::Required => None,
+            ToolChoice::Named(name) => Some(name.as_str()),
+        };
+        let param = self.door.name(Field::ToolChoice);
+        let tools = offered_tools(&self.prompts);
+        let (schema, strict) =
+            tools::required_call(tools, name).map_err(|message| ApiError::invalid(param, message))?;
+        Ok(Some(GuidedDraft {
+            guided: Guided::JsonSchema(schema),
+            strict,
+            param,
+        }))
     }
 
     fn choices(&self, limits: &Limits) -> Result<u32, ApiError> {
@@ -989,6 +1037,13 @@ impl Draft {
     }
 }
 
+fn offered_tools(prompts: &[Prompt]) -> &[Value] {
+    match prompts {
+        [Prompt::Chat(chat)] => &chat.tools,
+        _ => &[],
+    }
+}
+
 /// A number within bounds. What isn't a number (NaN) is in no range.
 fn in_range(param: &str, value: Option<f64>, low: f64, high: f64, default: f32) -> Result<f32, ApiError> {
     match value {
@@ -1076,6 +1131,8 @@ pub struct Request {
     pub guided: Option<Guided>,
     /// What the client said of the use of its tools.
     pub tool_choice: ToolChoice,
+    /// An answer ends with its first call of a tool.
+    pub only_one_call: bool,
     /// A LoRA adapter.
     pub lora: Option<String>,
     /// Whose turn comes first.
@@ -1165,6 +1222,23 @@ impl Request {
             format!("the model's context is {context_tokens} tokens; the prompt has at least {at_least}"),
         )
         .with_param(self.door.name(Field::Prompt))
+    }
+
+    /// What to look for in the answers, given how the model calls tools by itself.
+    pub fn tool_rules(&self, format: Option<ToolFormat>, draw: impl FnOnce() -> u64) -> Option<ToolRules> {
+        let tools = offered_tools(&self.prompts);
+        let format = match self.tool_choice {
+            ToolChoice::Auto | ToolChoice::None => format,
+            ToolChoice::Required | ToolChoice::Named(_) => Some(ToolFormat::Bare),
+        };
+        (!tools.is_empty()).then(|| {
+            Some(ToolRules {
+                format: format?,
+                names: tools.iter().map(|tool| tools::name(tool).to_owned()).collect(),
+                only_one: self.only_one_call,
+                seed: draw(),
+            })
+        })?
     }
 
     /// Whether the same request always has the same answer, so that a stored one may be given again.

@@ -24,7 +24,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 import grpc
@@ -90,13 +90,28 @@ class Started:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool, or in a :class:`Delta` more of one.
+
+    ``index`` says which of the choice's calls. ``id`` and ``name`` come with its first part; ``arguments`` (JSON) goes
+    on where the last part ended.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Delta:
-    """Text that will not be taken back, and the ids that are complete with it."""
+    """Text that will not be taken back, the ids that are complete with it, and parts of tool calls."""
 
     choice: int
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +145,8 @@ class Choice:
     outcome: Outcome | None
     stop: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    #: Whole ones.
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,6 +235,10 @@ class GenerateOptions(TypedDict, total=False):
     ids: Iterable[int]
     #: Tools in OpenAI's form, with messages.
     tools: Iterable[Mapping[str, Any]]
+    #: "auto", "none", "required" (the answer is a call), or the name of the tool that is to be called.
+    tool_choice: str
+    #: False = the answer ends with its first call.
+    parallel_tool_calls: bool
     #: Extra variables for the chat template, with messages.
     template_kwargs: Mapping[str, Any]
 
@@ -522,6 +543,13 @@ _SAMPLING = (
 )
 
 
+_TOOL_USES: Mapping[str, router_pb2.Chat.ToolUse] = {
+    "auto": router_pb2.Chat.TOOL_USE_AUTO,
+    "none": router_pb2.Chat.TOOL_USE_NONE,
+    "required": router_pb2.Chat.TOOL_USE_REQUIRED,
+}
+
+
 def _set_prompt(request: router_pb2.GenerateRequest, options: GenerateOptions) -> None:
     if "text" in options:
         request.text = options["text"]
@@ -531,6 +559,13 @@ def _set_prompt(request: router_pb2.GenerateRequest, options: GenerateOptions) -
     else:
         request.chat.CopyFrom(_chat(options["messages"]))
         request.chat.tools_json.extend(json.dumps(tool) for tool in options.get("tools", ()))
+        choice = options.get("tool_choice", "auto")
+        if choice in _TOOL_USES:
+            request.chat.tool_use = _TOOL_USES[choice]
+        else:
+            request.chat.tool_use = router_pb2.Chat.TOOL_USE_REQUIRED
+            request.chat.required_tool = choice
+        request.chat.single_tool_call = not options.get("parallel_tool_calls", True)
         if "template_kwargs" in options:
             request.chat.template_kwargs_json = json.dumps(options["template_kwargs"])
 
@@ -681,7 +716,8 @@ def _event(message: router_pb2.GenerateResponse) -> Event:
     if kind == "delta":
         delta = message.delta
         logprobs = tuple(_logprobs(entry) for entry in delta.logprobs)
-        return Delta(delta.choice, delta.text, tuple(delta.ids), logprobs)
+        calls = tuple(ToolCall(call.index, call.id, call.name, call.arguments_json) for call in delta.tool_calls)
+        return Delta(delta.choice, delta.text, tuple(delta.ids), logprobs, calls)
     if kind == "started":
         started = message.started
         return Started(started.request_id, started.model, started.prompt_tokens, started.created_s)
@@ -722,7 +758,15 @@ class _Part:
     texts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     finish: Finish | None = None
+
+    def call(self, part: ToolCall) -> None:
+        if part.index < len(self.calls):
+            begun = self.calls[part.index]
+            self.calls[part.index] = replace(begun, arguments=begun.arguments + part.arguments)
+        else:
+            self.calls.append(part)
 
     def choice(self) -> Choice:
         finish = self.finish
@@ -732,6 +776,7 @@ class _Part:
             finish.outcome if finish else None,
             finish.stop if finish else None,
             tuple(self.logprobs),
+            tuple(self.calls),
         )
 
 
@@ -749,6 +794,8 @@ class _Collector:
             part.texts.append(event.text)
             part.ids.extend(event.ids)
             part.logprobs.extend(event.logprobs)
+            for call in event.tool_calls:
+                part.call(call)
         elif isinstance(event, Finish):
             self._parts.setdefault(event.choice, _Part()).finish = event
         elif isinstance(event, Started):
@@ -776,5 +823,6 @@ __all__ = [
     "Outcome",
     "Started",
     "TokenLogprobs",
+    "ToolCall",
     "Usage",
 ]

@@ -21,6 +21,11 @@ PARTS_TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}({{ p.type }}:{{ p.text }}){% endfor %}{% endif %}{% endfor %}"
 )
+#: Shows its tools, and how it calls them, as Hermes and Qwen do.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }};{% endfor %}</tools>call by <tool_call>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+)
 
 HANGUL = {300: b"\xec\x82\xbc\xea\xb2", 301: b"\xb9\xec\x82\xb4"}
 #: One id whose text is a hundred bytes.
@@ -33,6 +38,7 @@ MODELS = (
     ToyModel("toy-roles", context_tokens=512, template=ROLES_TEMPLATE),
     ToyModel("toy-turns", template=TURNS_TEMPLATE),
     ToyModel("toy-parts", template=PARTS_TEMPLATE),
+    ToyModel("toy-tools", template=TOOLS_TEMPLATE),
 )
 
 

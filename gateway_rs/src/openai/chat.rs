@@ -1,7 +1,7 @@
 //! `POST /v1/chat/completions`: the body.
 
 use super::fields::{read_common, read_tool_choice, Fields};
-use super::messages::{offered, read_chat, read_tools};
+use super::messages::{read_chat, read_tools};
 use crate::error::ApiError;
 use crate::request::{Door, Draft, Prompt};
 
@@ -12,9 +12,10 @@ pub fn parse(body: &[u8]) -> Result<Draft, ApiError> {
     let mut chat = read_chat(&mut fields)?;
     let tools = read_tools(&mut fields)?;
     let tool_choice = read_tool_choice(&mut fields, !tools.is_empty())?;
-    chat.tools = offered(tools, tool_choice);
+    chat.tools = tool_choice.offered(tools);
     let mut draft = Draft::new(Door::Chat, model, vec![Prompt::Chat(chat)]);
     draft.tool_choice = tool_choice;
+    draft.only_one_call = fields.boolean("parallel_tool_calls")? == Some(false);
     read_common(&mut fields, &mut draft)?;
     read_max_completion_tokens(&mut fields, &mut draft)?;
     read_logprobs(&mut fields, &mut draft)?;

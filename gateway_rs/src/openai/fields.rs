@@ -394,19 +394,19 @@ pub fn parse_class(name: &str, param: &str) -> Result<Class, ApiError> {
 /// `tool_choice`, given whether there are tools.
 pub(super) fn read_tool_choice(fields: &mut Fields, tools: bool) -> Result<ToolChoice, ApiError> {
     const NAME: &str = "tool_choice";
-    let forced = |what: &str| {
-        if tools {
-            ApiError::unsupported(NAME, format!("{what} isn't supported; 'auto' and 'none' are"))
-        } else {
-            ApiError::invalid(NAME, "a tool can be called only when 'tools' are given")
-        }
+    let forced = |choice| match tools {
+        true => Ok(choice),
+        false => Err(ApiError::invalid(
+            NAME,
+            "a tool can be called only when 'tools' are given",
+        )),
     };
     match fields.take(NAME) {
         None => Ok(ToolChoice::Auto),
         Some(Value::String(choice)) => match choice.as_str() {
             "auto" => Ok(ToolChoice::Auto),
             "none" => Ok(ToolChoice::None),
-            "required" => Err(forced("'required'")),
+            "required" => forced(ToolChoice::Required),
             other => Err(ApiError::invalid(
                 NAME,
                 format!(
@@ -415,7 +415,14 @@ pub(super) fn read_tool_choice(fields: &mut Fields, tools: bool) -> Result<ToolC
                 ),
             )),
         },
-        Some(Value::Object(_)) => Err(forced("a named function")),
+        Some(Value::Object(choice)) => {
+            let name = choice.get("function").and_then(|function| function.get("name"));
+            match (choice.get("type").and_then(Value::as_str), name.and_then(Value::as_str)) {
+                (Some("function"), Some(name)) => forced(ToolChoice::Named(name.to_owned())),
+                (Some("function"), None) => Err(ApiError::invalid(NAME, "a function must have a name")),
+                _ => Err(ApiError::unsupported(NAME, "the object's type must be 'function'")),
+            }
+        }
         Some(other) => Err(wrong_type(NAME, "a string or an object", &other)),
     }
 }

@@ -6,8 +6,7 @@ use serde_json::{Map, Value};
 use super::fields::{wrong_type, Fields};
 use crate::error::{shorten, ApiError};
 use crate::request::{
-    check_message, check_template_kwargs, check_tool, parse_arguments, ChatMessage, ChatPrompt, Content, Role,
-    ToolCall, ToolChoice,
+    check_message, check_template_kwargs, check_tool, parse_arguments, ChatMessage, ChatPrompt, Content, Role, ToolCall,
 };
 
 const MAX_TOOLS: usize = 128;
@@ -73,15 +72,6 @@ fn function_tool(function: Value) -> Value {
     tool.insert("type".into(), "function".into());
     tool.insert("function".into(), function);
     Value::Object(tool)
-}
-
-/// The tools as the template gets them.
-pub(super) fn offered(tools: Vec<Value>, choice: ToolChoice) -> Vec<Value> {
-    match choice {
-        ToolChoice::Auto => tools,
-        // A model can't call what it isn't shown.
-        ToolChoice::None => Vec::new(),
-    }
 }
 
 fn read_message(message: Value, index: usize) -> Result<ChatMessage, ApiError> {

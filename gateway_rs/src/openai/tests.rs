@@ -8,6 +8,7 @@ use serde_json::{json, Value};
 use super::{chat, completions, tokens};
 use crate::error::{ApiError, ErrorCode};
 use crate::request::{ChatMessage, Class, Content, Door, Guided, Limits, Prompt, Request, Role, ToolChoice};
+use crate::tools::ToolFormat;
 
 const CONTEXT: u32 = 64;
 
@@ -508,13 +509,18 @@ fn tools() {
         (r#""tool_choice":"maybe""#, "tool_choice"),
         (r#""tool_choice":7"#, "tool_choice"),
         (
-            r#""tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":"required""#,
+            r#""tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":{"type":"custom","custom":{"name":"f"}}"#,
             "tool_choice",
         ),
         (
-            r#""tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":{"type":"function","function":{"name":"f"}}"#,
+            r#""tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":{"type":"function","function":{"name":"g"}}"#,
             "tool_choice",
         ),
+        (
+            r#""tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":"required","response_format":{"type":"json_object"}"#,
+            "tool_choice",
+        ),
+        (r#""parallel_tool_calls":1"#, "parallel_tool_calls"),
     ] {
         refused_chat(more, param);
     }
@@ -526,6 +532,17 @@ fn tools() {
     assert_eq!(offered(r#""functions":[{"name":"f"}]"#), 1);
     let none = r#""tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":"none""#;
     assert_eq!((offered(none), chat_with(none).tool_choice), (0, ToolChoice::None));
+    for choice in [r#""required""#, r#"{"type":"function","function":{"name":"f"}}"#] {
+        let forced = chat_with(&format!(
+            r#""tools":[{{"type":"function","function":{{"name":"f"}}}}],"parallel_tool_calls":false,"tool_choice":{choice}"#
+        ));
+        assert!(matches!(&forced.guided, Some(Guided::JsonSchema(schema)) if schema.contains(r#"{"const":"f"}"#)));
+        let rules = forced.tool_rules(None, || 1).unwrap();
+        assert_eq!(
+            (rules.format, &*rules.names, rules.only_one),
+            (ToolFormat::Bare, &["f".to_owned()][..], true)
+        );
+    }
 }
 
 #[test]

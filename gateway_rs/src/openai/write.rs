@@ -7,6 +7,7 @@
 //! it ends with [`push_error_event`].
 
 use crate::error::ApiError;
+use crate::tools::CallPart;
 
 /// The last event of a stream that succeeded.
 pub const DONE: &[u8] = b"data: [DONE]\n\n";
@@ -166,6 +167,17 @@ impl ChunkWriter {
         out.extend_from_slice(self.tail);
     }
 
+    /// Parts of a choice's calls of tools. The legacy interface has none.
+    pub fn calls(&self, out: &mut Vec<u8>, choice: u32, parts: &[CallPart]) {
+        if self.kind == AnswerKind::Chat {
+            self.open(out, choice);
+            out.extend_from_slice(b",\"delta\":{\"tool_calls\":[");
+            push_list(out, parts, push_call_part);
+            out.extend_from_slice(b"]},\"logprobs\":null,\"finish_reason\":null}");
+            out.extend_from_slice(self.tail);
+        }
+    }
+
     /// A choice's last event.
     pub fn finish(&self, out: &mut Vec<u8>, choice: u32, reason: FinishReason) {
         self.open(out, choice);
@@ -225,6 +237,8 @@ pub fn push_error_event(out: &mut Vec<u8>, error: &ApiError) {
 pub struct Choice<'a> {
     /// All of its text.
     pub text: &'a str,
+    /// Its calls of tools, whole.
+    pub calls: &'a [CallPart],
     /// When asked for.
     pub logprobs: Option<Vec<TokenLogprob<'a>>>,
     /// How it ended.
@@ -265,9 +279,21 @@ fn push_choice(out: &mut Vec<u8>, kind: AnswerKind, index: usize, choice: &Choic
     push_number(out, index as u64);
     match kind {
         AnswerKind::Chat => {
-            out.extend_from_slice(b",\"message\":{\"role\":\"assistant\",\"content\":\"");
-            push_string(out, choice.text);
-            out.extend_from_slice(b"\",\"refusal\":null}");
+            out.extend_from_slice(b",\"message\":{\"role\":\"assistant\",\"content\":");
+            if choice.text.is_empty() && !choice.calls.is_empty() {
+                out.extend_from_slice(b"null");
+            } else {
+                out.push(b'"');
+                push_string(out, choice.text);
+                out.push(b'"');
+            }
+            out.extend_from_slice(b",\"refusal\":null");
+            if !choice.calls.is_empty() {
+                out.extend_from_slice(b",\"tool_calls\":[");
+                push_list(out, choice.calls, push_call);
+                out.push(b']');
+            }
+            out.push(b'}');
         }
         AnswerKind::Completion => {
             out.extend_from_slice(b",\"text\":\"");
@@ -283,6 +309,37 @@ fn push_choice(out: &mut Vec<u8>, kind: AnswerKind, index: usize, choice: &Choic
     out.extend_from_slice(b",\"finish_reason\":\"");
     out.extend_from_slice(choice.finish_reason.name().as_bytes());
     out.extend_from_slice(b"\"}");
+}
+
+/// A part of a call, for a stream.
+fn push_call_part(out: &mut Vec<u8>, part: &CallPart) {
+    out.extend_from_slice(b"{\"index\":");
+    push_number(out, part.index.into());
+    out.push(b',');
+    push_call_members(out, part);
+}
+
+/// A whole call.
+fn push_call(out: &mut Vec<u8>, call: &CallPart) {
+    out.push(b'{');
+    push_call_members(out, call);
+}
+
+fn push_call_members(out: &mut Vec<u8>, part: &CallPart) {
+    if let Some(begun) = &part.begun {
+        out.extend_from_slice(b"\"id\":\"");
+        push_string(out, &begun.id);
+        out.extend_from_slice(b"\",\"type\":\"function\",");
+    }
+    out.extend_from_slice(b"\"function\":{");
+    if let Some(begun) = &part.begun {
+        out.extend_from_slice(b"\"name\":\"");
+        push_string(out, &begun.name);
+        out.extend_from_slice(b"\",");
+    }
+    out.extend_from_slice(b"\"arguments\":\"");
+    push_string(out, &part.arguments);
+    out.extend_from_slice(b"\"}}");
 }
 
 /// Up to the opening of `choices`.
@@ -691,11 +748,13 @@ mod tests {
         let choices = [
             Choice {
                 text: "a\"",
+                calls: &[],
                 logprobs: None,
                 finish_reason: FinishReason::Stop,
             },
             Choice {
                 text: "b",
+                calls: &[],
                 logprobs: Some(vec![token(b"b", -0.0, &[])]),
                 finish_reason: FinishReason::Length,
             },
@@ -718,6 +777,49 @@ mod tests {
             json!({"index": 0, "text": "a\"", "logprobs": null, "finish_reason": "stop"})
         );
         assert_eq!(body["choices"][1]["logprobs"]["text_offset"], json!([0]));
+    }
+
+    #[test]
+    fn calls_of_tools() {
+        let first = CallPart {
+            index: 1,
+            begun: Some(crate::tools::Begun {
+                id: "call_1".into(),
+                name: "f\"".into(),
+            }),
+            arguments: "{\"a\"".into(),
+        };
+        let more = CallPart {
+            arguments: ":1}".into(),
+            ..CallPart::default()
+        };
+        let mut out = Vec::new();
+        writer(AnswerKind::Chat, false).calls(&mut out, 2, &[first.clone(), more]);
+        let choice = &events(&out)[0]["choices"][0];
+        assert_eq!((&choice["index"], &choice["finish_reason"]), (&json!(2), &Value::Null));
+        assert_eq!(
+            choice["delta"],
+            json!({"tool_calls": [
+                {"index": 1, "id": "call_1", "type": "function", "function": {"name": "f\"", "arguments": "{\"a\""}},
+                {"index": 0, "function": {"arguments": ":1}"}},
+            ]})
+        );
+        for (text, content) in [("", Value::Null), ("so", json!("so"))] {
+            let whole = Choice {
+                text,
+                calls: std::slice::from_ref(&first),
+                logprobs: None,
+                finish_reason: FinishReason::ToolCalls,
+            };
+            let body = answer_body(AnswerKind::Chat, "id", 1, "toy", &[whole], &USAGE);
+            let body: Value = serde_json::from_slice(&body).expect("JSON");
+            assert_eq!(body["choices"][0]["finish_reason"], "tool_calls");
+            assert_eq!(
+                body["choices"][0]["message"],
+                json!({"role": "assistant", "content": content, "refusal": null, "tool_calls": [
+                    {"id": "call_1", "type": "function", "function": {"name": "f\"", "arguments": "{\"a\""}}]})
+            );
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::{
     proto::{answer as stored, Outcome, TokenDelta, TokenLogprobs},
     stops::{StopMatcher, StopSet},
     tokenize::Tokenizer,
+    tools::{CallPart, ToolParser, ToolRules},
 };
 
 /// Where the parts of an answer go: SSE events, gRPC messages, or one body.
@@ -19,6 +20,8 @@ pub trait Sink {
     fn prompt(&mut self, choice: u32, entries: &[Entry]);
     /// Text that will not be taken back, with the ids that it completes when [`Ending::entries`] is set.
     fn delta(&mut self, choice: u32, text: &str, entries: &[Entry]);
+    /// Parts of calls of tools.
+    fn calls(&mut self, choice: u32, parts: &[CallPart]);
     /// The choice is over.
     fn finish(&mut self, choice: u32, finish: &Finish);
 }
@@ -37,7 +40,7 @@ pub struct Entry {
 /// How a choice ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finish {
-    /// Stop or length.
+    /// Stop, length or tool calls.
     pub outcome: Outcome,
     /// The stop string that did it.
     pub stop_string: Option<String>,
@@ -62,8 +65,12 @@ pub struct Ending {
     pub min_tokens: u32,
     /// Hand out ids (and log-probabilities) with the text.
     pub entries: bool,
-    /// Leave special tokens out of the text.
+    /// Leave special tokens out of the text, but for `shown_ids`.
     pub skip_special: bool,
+    /// Special tokens that have a text, because calls of tools are told by them.
+    pub shown_ids: Arc<[u32]>,
+    /// Look for calls of tools.
+    pub tools: Option<ToolRules>,
 }
 
 /// A worker that broke the contract; the text says how.
@@ -76,13 +83,21 @@ pub struct Answer {
     choices: Vec<Choice>,
     /// Something was handed to the sink: it can't be done again from the start.
     shown: bool,
-    /// Room for the text of one delta, kept from one to the next.
+    /// Room for the text and calls of one delta, kept from one to the next.
+    out: Out,
+}
+
+/// What leaves with one delta.
+#[derive(Default)]
+struct Out {
     text: String,
+    calls: Vec<CallPart>,
 }
 
 struct Choice {
     decoder: StreamDecoder,
     matcher: Option<StopMatcher>,
+    tools: Option<ToolParser>,
     ids: Vec<u32>,
     logprobs: Vec<TokenLogprobs>,
     /// Of the running attempt: ids that earlier attempts committed.
@@ -100,9 +115,12 @@ impl Answer {
     /// Nothing yet, of `choices` choices.
     pub fn new(tokenizer: &Arc<Tokenizer>, choices: u32, ending: Ending) -> Self {
         let matcher = (!ending.stop_strings.is_empty()).then(|| StopMatcher::new(ending.stop_set.clone()));
-        let choice = || Choice {
-            decoder: StreamDecoder::new(tokenizer, ending.skip_special).continuing(),
+        let choice = |number| Choice {
+            decoder: StreamDecoder::new(tokenizer, ending.skip_special)
+                .continuing()
+                .showing(&ending.shown_ids),
             matcher: matcher.clone(),
+            tools: ending.tools.clone().map(|rules| ToolParser::new(rules, number)),
             ids: Vec::new(),
             logprobs: Vec::new(),
             base: 0,
@@ -113,10 +131,10 @@ impl Answer {
             fresh: String::new(),
         };
         Self {
-            choices: (0..choices).map(|_| choice()).collect(),
+            choices: (0..choices).map(choice).collect(),
             ending,
             shown: false,
-            text: String::new(),
+            out: Out::default(),
         }
     }
 
@@ -133,8 +151,9 @@ impl Answer {
         if first > choice.ids.len() {
             return Err(Gap(format!("index {first} after {} ids", choice.ids.len())));
         }
-        let text = &mut self.text;
-        text.clear();
+        let out = &mut self.out;
+        out.text.clear();
+        out.calls.clear();
         let mut entries = Vec::new();
         let known = choice.ids.len() - first;
         let mut logprobs = delta.logprobs.iter();
@@ -143,7 +162,7 @@ impl Answer {
             if index < known {
                 continue;
             }
-            choice.take(id, logprobs, &self.ending, text);
+            choice.take(id, logprobs, &self.ending, out);
             if choice.finish.is_some() {
                 break;
             }
@@ -158,14 +177,19 @@ impl Answer {
                         stop_id: None,
                     },
                     &self.ending,
-                    text,
+                    out,
                 );
             }
         }
+        choice.settle(out);
         choice.release(&mut entries);
-        if !text.is_empty() || (self.ending.entries && !entries.is_empty()) {
+        if !out.text.is_empty() || (self.ending.entries && !entries.is_empty()) {
             self.shown = true;
-            sink.delta(delta.choice, text, &entries);
+            sink.delta(delta.choice, &out.text, &entries);
+        }
+        if !out.calls.is_empty() {
+            self.shown = true;
+            sink.calls(delta.choice, &out.calls);
         }
         if let Some(finish) = &choice.finish {
             self.shown = true;
@@ -179,16 +203,16 @@ impl Answer {
         self.choices.iter().all(|choice| choice.finish.is_some())
     }
 
-    /// "length" when any choice was cut, else "stop".
+    /// "length" when any choice was cut, "tool_calls" when any called tools, else "stop".
     pub fn outcome(&self) -> &'static str {
-        let cut = |choice: &Choice| {
-            choice
-                .finish
-                .as_ref()
-                .is_some_and(|finish| finish.outcome == Outcome::Length)
+        let any = |outcome| {
+            let of = |choice: &Choice| choice.finish.as_ref().is_some_and(|finish| finish.outcome == outcome);
+            self.choices.iter().any(of)
         };
-        if self.choices.iter().any(cut) {
+        if any(Outcome::Length) {
             "length"
+        } else if any(Outcome::ToolCalls) {
+            "tool_calls"
         } else {
             "stop"
         }
@@ -274,7 +298,7 @@ impl Answer {
 }
 
 impl Choice {
-    fn take(&mut self, id: u32, logprobs: Option<&TokenLogprobs>, ending: &Ending, text: &mut String) {
+    fn take(&mut self, id: u32, logprobs: Option<&TokenLogprobs>, ending: &Ending, out: &mut Out) {
         self.ids.push(id);
         if let Some(logprobs) = logprobs {
             self.logprobs.push(logprobs.clone());
@@ -286,7 +310,7 @@ impl Choice {
                 stop_string: None,
                 stop_id: Some(id),
             };
-            return self.end(finish, ending, text);
+            return self.end(finish, ending, out);
         }
         let mut fresh = std::mem::take(&mut self.fresh);
         fresh.clear();
@@ -302,7 +326,7 @@ impl Choice {
                 end,
             });
         }
-        self.emit(&fresh, ending, text);
+        self.emit(&fresh, ending, out);
         self.fresh = fresh;
         if self.finish.is_none() && self.ids.len() >= ending.max_tokens as usize {
             self.end(
@@ -312,19 +336,19 @@ impl Choice {
                     stop_id: None,
                 },
                 ending,
-                text,
+                out,
             );
         }
     }
 
     /// Text of the decoder on its way out, through the stop strings.
-    fn emit(&mut self, fresh: &str, ending: &Ending, text: &mut String) {
+    fn emit(&mut self, fresh: &str, ending: &Ending, out: &mut Out) {
         self.decoded_bytes += fresh.len();
-        let before = text.len();
+        let before = out.text.len();
         match &mut self.matcher {
-            None => text.push_str(fresh),
+            None => out.text.push_str(fresh),
             Some(matcher) => {
-                if let Some(stop) = matcher.push(fresh, text) {
+                if let Some(stop) = matcher.push(fresh, &mut out.text) {
                     let stop_string = ending.stop_strings.get(stop).cloned();
                     self.finish = Some(Finish {
                         outcome: Outcome::Stop,
@@ -334,23 +358,49 @@ impl Choice {
                 }
             }
         }
-        self.emitted_bytes += text.len() - before;
+        self.pass(before, out);
+    }
+
+    /// Text that left the stop strings, from there on, goes through the calls of tools.
+    fn pass(&mut self, from: usize, out: &mut Out) {
+        self.emitted_bytes += out.text.len() - from;
+        let Some(tools) = &mut self.tools else { return };
+        let passed = out.text.split_off(from);
+        tools.push(&passed, &mut out.text, &mut out.calls);
+        if tools.is_over() && self.finish.is_none() {
+            self.finish = Some(Finish {
+                outcome: Outcome::ToolCalls,
+                stop_string: None,
+                stop_id: None,
+            });
+        }
+    }
+
+    /// At the end, what was held of a call that is none leaves, and an answer that ended with calls says so.
+    fn settle(&mut self, out: &mut Out) {
+        let Some(finish) = &mut self.finish else { return };
+        if let Some(mut tools) = self.tools.take() {
+            tools.finish(&mut out.text);
+            if tools.calls() > 0 && finish.outcome == Outcome::Stop {
+                finish.outcome = Outcome::ToolCalls;
+            }
+        }
     }
 
     /// Everything that was held leaves; a stop string that the last bytes complete still counts.
-    fn end(&mut self, finish: Finish, ending: &Ending, text: &mut String) {
+    fn end(&mut self, finish: Finish, ending: &Ending, out: &mut Out) {
         let mut fresh = String::new();
         self.decoder.finish(&mut fresh);
-        self.emit(&fresh, ending, text);
+        self.emit(&fresh, ending, out);
         if self.finish.is_some() {
             return;
         }
-        let before = text.len();
+        let before = out.text.len();
         if let Some(matcher) = &mut self.matcher {
-            matcher.finish(text);
+            matcher.finish(&mut out.text);
         }
-        self.emitted_bytes += text.len() - before;
-        self.finish = Some(finish);
+        self.pass(before, out);
+        self.finish.get_or_insert(finish);
     }
 
     /// Moves the entries whose text has left.
@@ -429,6 +479,8 @@ mod tests {
             min_tokens: 0,
             entries: true,
             skip_special: true,
+            shown_ids: Arc::default(),
+            tools: None,
         }
     }
 
@@ -438,6 +490,7 @@ mod tests {
         text: String,
         ids: Vec<u32>,
         finish: Option<Finish>,
+        calls: String,
     }
 
     impl Sink for Seen {
@@ -447,6 +500,16 @@ mod tests {
             assert_eq!(self.finish, None, "nothing leaves after the end");
             self.text.push_str(text);
             self.ids.extend(entries.iter().map(|entry| entry.id));
+        }
+
+        fn calls(&mut self, _: u32, parts: &[CallPart]) {
+            assert_eq!(self.finish, None, "nothing leaves after the end");
+            for part in parts {
+                if let Some(begun) = &part.begun {
+                    self.calls += &format!("{}:", begun.name);
+                }
+                self.calls += &part.arguments;
+            }
         }
 
         fn finish(&mut self, _: u32, finish: &Finish) {
@@ -527,6 +590,50 @@ mod tests {
             .is_err());
     }
 
+    fn with_tools(max_tokens: u32, only_one: bool) -> Ending {
+        Ending {
+            tools: Some(ToolRules {
+                format: crate::tools::ToolFormat::Marked,
+                names: vec!["f".to_owned()].into(),
+                only_one,
+                seed: 0,
+            }),
+            ..ending(&["STOP"], max_tokens)
+        }
+    }
+
+    #[test]
+    fn calls_are_told_from_text_and_end_the_answer_as_such() {
+        let said = "So: <tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1}}</tool_call>";
+        let mut ids = bytes(said);
+        ids.push(EOS);
+        let (seen, tokens) = answer(&[&ids], with_tools(500, false));
+        assert_eq!((seen.text.as_str(), seen.calls.as_str()), ("So: ", "f:{\"a\": 1}"));
+        assert_eq!(
+            (seen.finish.unwrap().outcome, tokens as usize),
+            (Outcome::ToolCalls, ids.len())
+        );
+        // Their ids all leave too.
+        assert_eq!(seen.ids, bytes(said));
+        // Cut by the limit it is not complete, and what may have been a call is text.
+        let (seen, _) = answer(&[&ids], with_tools(60, false));
+        assert_eq!(
+            (seen.calls.as_str(), seen.finish.unwrap().outcome),
+            ("f:{\"a\": 1}", Outcome::Length)
+        );
+        let (seen, _) = answer(&[&ids], with_tools(20, false));
+        assert_eq!(
+            (seen.text.as_str(), seen.finish.unwrap().outcome),
+            (&said[..20], Outcome::Length)
+        );
+        // One call is enough.
+        let (seen, tokens) = answer(&[&ids], with_tools(500, true));
+        assert_eq!(
+            (seen.finish.unwrap().outcome, tokens as usize),
+            (Outcome::ToolCalls, said.find("</").unwrap())
+        );
+    }
+
     #[test]
     fn only_a_success_of_the_worker_ends_a_choice() {
         let mut answer = Answer::new(&toy(), 1, ending(&[], 64));
@@ -556,8 +663,17 @@ mod tests {
             ids in proptest::collection::vec(prop_oneof![97_u32..101, Just(195), Just(169), Just(240), Just(EOS)], 1..40),
             cuts in proptest::collection::vec((1_usize..6, any::<bool>()), 40),
             max_tokens in 1_u32..40,
+            call in any::<bool>(),
         ) {
-            let rules = || ending(&["cab", "ab", "dé"], max_tokens);
+            let rules = || Ending {
+                stop_strings: ["cab", "ab", "dé"].map(str::to_owned).into(),
+                stop_set: Arc::new(StopSet::new(&["cab", "ab", "dé"], false)),
+                ..with_tools(max_tokens + if call { 30 } else { 0 }, false)
+            };
+            let mut ids = ids;
+            if call {
+                ids.splice(0..0, bytes("<tool_call>{\"name\":\"f\",\"arguments\":{\""));
+            }
             let (whole, tokens) = answer(&[&ids], rules());
             let mut parts = Answer::new(&toy(), 1, rules());
             let (mut seen, mut index, mut rest) = (Seen::default(), 0, ids.as_slice());

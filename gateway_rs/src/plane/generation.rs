@@ -38,6 +38,7 @@ use crate::{
     proto::{self, place_request::Ask, Outcome, Submit, TokenDelta, TraceContext},
     request::{Class, Guided, Prompt, Request},
     stops::StopSet,
+    tools::CallPart,
 };
 
 /// A client that leaves so shortly before its deadline has met it.
@@ -419,6 +420,8 @@ impl Part {
             min_tokens: request.stopping.min_tokens,
             entries: request.logprobs.is_some() || request.door == crate::request::Door::Native,
             skip_special: true,
+            shown_ids: shared.model.tool_mark_ids.clone(),
+            tools: request.tool_rules(shared.model.tool_format, rand::random),
         };
         let mut part = Self {
             answer: Answer::new(&shared.model.tokenizer, request.sampling.n, ending),
@@ -946,6 +949,10 @@ impl<S: Sink> Sink for Offset<'_, S> {
 
     fn delta(&mut self, choice: u32, text: &str, entries: &[Entry]) {
         self.sink.delta(self.first_choice + choice, text, entries);
+    }
+
+    fn calls(&mut self, choice: u32, parts: &[CallPart]) {
+        self.sink.calls(self.first_choice + choice, parts);
     }
 
     fn finish(&mut self, choice: u32, finish: &Finish) {

@@ -38,9 +38,10 @@ use crate::{
         inference_service_server::{InferenceService, InferenceServiceServer},
         list_models_response, tokenize_request, DetokenizeRequest, DetokenizeResponse, GenerateRequest,
         GenerateResponse, ListModelsRequest, ListModelsResponse, TextLogprob, TextLogprobs, TokenizeRequest,
-        TokenizeResponse, Usage,
+        TokenizeResponse, ToolCallPart, Usage,
     },
-    request::{ChatPrompt, Class, Door, Draft, Guided, GuidedDraft, Prompt, RawChat, RawMessage},
+    request::{ChatPrompt, Class, Door, Draft, Guided, GuidedDraft, Prompt, RawChat, RawMessage, ToolChoice},
+    tools::CallPart,
 };
 
 /// Serves until told to close, then lets open streams end.
@@ -331,8 +332,27 @@ impl Sink for GrpcSink {
             text: text.to_owned(),
             ids: entries.iter().map(|entry| entry.id).collect(),
             logprobs: entries.iter().filter_map(|entry| self.logprobs(entry)).collect(),
+            tool_calls: Vec::new(),
         };
         self.put(Event::Delta(delta));
+    }
+
+    fn calls(&mut self, choice: u32, parts: &[CallPart]) {
+        let part = |part: &CallPart| {
+            let begun = part.begun.clone();
+            let (id, name) = begun.map(|begun| (begun.id, begun.name)).unwrap_or_default();
+            ToolCallPart {
+                index: part.index,
+                id,
+                name,
+                arguments_json: part.arguments.clone(),
+            }
+        };
+        self.put(Event::Delta(Delta {
+            choice,
+            tool_calls: parts.iter().map(part).collect(),
+            ..Delta::default()
+        }));
     }
 
     fn finish(&mut self, choice: u32, finish: &Finish) {
@@ -355,13 +375,20 @@ pub fn finite(logprob: f32) -> f32 {
 }
 
 fn draft(asked: GenerateRequest) -> Result<Draft, ApiError> {
+    let (mut tool_choice, mut only_one_call) = (ToolChoice::Auto, false);
     let prompt = match asked.prompt {
         Some(AskedPrompt::Text(text)) => Prompt::Text(text),
         Some(AskedPrompt::Ids(ids)) => Prompt::Ids(ids.ids),
-        Some(AskedPrompt::Chat(asked)) => Prompt::Chat(chat(asked)?),
+        Some(AskedPrompt::Chat(asked)) => {
+            (tool_choice, only_one_call) = (chosen(&asked)?, asked.single_tool_call);
+            let mut chat = chat(asked)?;
+            chat.tools = tool_choice.offered(chat.tools);
+            Prompt::Chat(chat)
+        }
         None => return Err(ApiError::invalid("prompt", "give text, chat or ids")),
     };
     let mut draft = Draft::new(Door::Native, asked.model, vec![prompt]);
+    (draft.tool_choice, draft.only_one_call) = (tool_choice, only_one_call);
     if let Some(sampling) = asked.sampling {
         draft.temperature = sampling.temperature.map(f64::from);
         draft.top_k = sampling.top_k.map(i64::from);
@@ -430,6 +457,33 @@ fn guided(kind: proto::guided::Kind) -> GuidedDraft {
         guided,
         strict: true,
         param,
+    }
+}
+
+fn chosen(asked: &proto::Chat) -> Result<ToolChoice, ApiError> {
+    use proto::chat::ToolUse;
+    let choice = match (ToolUse::try_from(asked.tool_use), asked.required_tool.as_str()) {
+        (Ok(ToolUse::Unspecified | ToolUse::Auto), "") => ToolChoice::Auto,
+        (Ok(ToolUse::None), "") => ToolChoice::None,
+        (Ok(ToolUse::Required), "") => ToolChoice::Required,
+        (Ok(ToolUse::Required | ToolUse::Unspecified), name) => ToolChoice::Named(name.to_owned()),
+        (Ok(_), _) => {
+            let message = "a required tool goes with a tool_use of REQUIRED";
+            return Err(ApiError::invalid("chat.required_tool", message));
+        }
+        (Err(_), _) => {
+            return Err(ApiError::invalid(
+                "chat.tool_use",
+                format!("{} is not a use of tools", asked.tool_use),
+            ))
+        }
+    };
+    match choice {
+        ToolChoice::Required | ToolChoice::Named(_) if asked.tools_json.is_empty() => {
+            let message = "a tool can be called only when tools are given";
+            Err(ApiError::invalid("chat.tool_use", message))
+        }
+        choice => Ok(choice),
     }
 }
 

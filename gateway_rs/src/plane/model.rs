@@ -11,6 +11,7 @@ use crate::{
     request::{ChatPrompt, Door, Prompt, Request},
     template::{ChatTemplate, RenderOptions},
     tokenize::{EncodeError, Tokenizer},
+    tools::ToolFormat,
     typed::{self, Rendered},
 };
 
@@ -29,6 +30,10 @@ pub struct Model {
     pub vocab_size: u32,
     /// All ids by which the model says that it is done.
     pub eos_ids: Vec<u32>,
+    /// How it calls tools, if its template shows it.
+    pub tool_format: Option<ToolFormat>,
+    /// Tokens by which its calls are told, special or not.
+    pub tool_mark_ids: Arc<[u32]>,
     /// Put before a prompt of plain text.
     bos_id: Option<u32>,
     special_tokens_in_content: SpecialTokensInContent,
@@ -77,9 +82,13 @@ impl Model {
             .map(|source| ChatTemplate::new(source, &description.bos_token, &description.eos_token))
             .transpose()
             .map_err(|error| failed("chat_template.jinja", &error))?;
+        let tool_format = source.as_deref().and_then(ToolFormat::of_template);
+        let marks = tool_format.map_or(&[][..], ToolFormat::marks);
         Ok(Self {
             name: config.name.clone(),
             template,
+            tool_format,
+            tool_mark_ids: marks.iter().filter_map(|mark| tokenizer.token_to_id(mark)).collect(),
             template_sha256: source
                 .map(|source| hex(&Sha256::digest(source.as_bytes())))
                 .unwrap_or_default(),

@@ -22,6 +22,7 @@ use crate::{
         TokenLogprob, Usage, DONE,
     },
     proto::Outcome,
+    tools::CallPart,
 };
 
 /// A sink that writes events into a buffer.
@@ -96,6 +97,11 @@ impl Sink for Events {
         self.write(choice, text, entries);
     }
 
+    fn calls(&mut self, choice: u32, parts: &[CallPart]) {
+        self.begin(choice);
+        self.writer.calls(&mut self.out, choice, parts);
+    }
+
     fn finish(&mut self, choice: u32, finish: &Finish) {
         self.begin(choice);
         self.writer.finish(&mut self.out, choice, reason(finish));
@@ -168,6 +174,7 @@ pub struct Collected {
 #[derive(Clone, Default)]
 struct Whole {
     text: String,
+    calls: Vec<CallPart>,
     entries: Vec<Entry>,
     finish: Option<FinishReason>,
     /// The prompt's ids come first in `entries` and their text is to be made of them.
@@ -189,20 +196,20 @@ impl Collected {
             .iter()
             .map(|whole| text_of(model, &whole.prompt) + &whole.text)
             .collect();
-        let choice = |(whole, text): (&Whole, _)| {
-            let mut tokens = logprobs(model, &whole.prompt);
-            tokens.extend(logprobs(model, &whole.entries));
-            Choice {
-                text,
-                logprobs: (!tokens.is_empty()).then_some(tokens),
-                finish_reason: whole.finish.unwrap_or(FinishReason::Stop),
-            }
-        };
         let choices: Vec<_> = self
             .choices
             .iter()
-            .zip(texts.iter().map(String::as_str))
-            .map(choice)
+            .zip(&texts)
+            .map(|(whole, text)| {
+                let mut tokens = logprobs(model, &whole.prompt);
+                tokens.extend(logprobs(model, &whole.entries));
+                Choice {
+                    text,
+                    calls: &whole.calls,
+                    logprobs: (!tokens.is_empty()).then_some(tokens),
+                    finish_reason: whole.finish.unwrap_or(FinishReason::Stop),
+                }
+            })
             .collect();
         answer_body(
             kind,
@@ -226,6 +233,18 @@ impl Sink for Collected {
         if let Some(whole) = self.choices.get_mut(choice as usize) {
             whole.text.push_str(text);
             whole.entries.extend_from_slice(entries);
+        }
+    }
+
+    fn calls(&mut self, choice: u32, parts: &[CallPart]) {
+        let Some(whole) = self.choices.get_mut(choice as usize) else {
+            return;
+        };
+        for part in parts {
+            match whole.calls.get_mut(part.index as usize) {
+                Some(call) => call.arguments.push_str(&part.arguments),
+                None => whole.calls.push(part.clone()),
+            }
         }
     }
 

@@ -1,5 +1,6 @@
 from headrace.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -45,16 +46,32 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., guided: _Optional[_Union[_types_pb2.Guided, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.LogprobOptions, _Mapping]] = ..., lora: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., bypass_cache: bool = ..., session_id: _Optional[str] = ..., bypass_prefix_cache: bool = ..., cache_salt: _Optional[str] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., **kwargs) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "tools_json", "no_generation_prompt", "template_kwargs_json")
+    __slots__ = ("messages", "tools_json", "no_generation_prompt", "template_kwargs_json", "tool_use", "required_tool", "single_tool_call")
+    class ToolUse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        TOOL_USE_UNSPECIFIED: _ClassVar[Chat.ToolUse]
+        TOOL_USE_AUTO: _ClassVar[Chat.ToolUse]
+        TOOL_USE_NONE: _ClassVar[Chat.ToolUse]
+        TOOL_USE_REQUIRED: _ClassVar[Chat.ToolUse]
+    TOOL_USE_UNSPECIFIED: Chat.ToolUse
+    TOOL_USE_AUTO: Chat.ToolUse
+    TOOL_USE_NONE: Chat.ToolUse
+    TOOL_USE_REQUIRED: Chat.ToolUse
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     NO_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOL_USE_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_TOOL_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_TOOL_CALL_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools_json: _containers.RepeatedScalarFieldContainer[str]
     no_generation_prompt: bool
     template_kwargs_json: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[_Iterable[str]] = ..., no_generation_prompt: bool = ..., template_kwargs_json: _Optional[str] = ...) -> None: ...
+    tool_use: Chat.ToolUse
+    required_tool: str
+    single_tool_call: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[_Iterable[str]] = ..., no_generation_prompt: bool = ..., template_kwargs_json: _Optional[str] = ..., tool_use: _Optional[_Union[Chat.ToolUse, str]] = ..., required_tool: _Optional[str] = ..., single_tool_call: bool = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "parts", "name", "tool_calls", "tool_call_id")
@@ -149,16 +166,18 @@ class GenerateResponse(_message.Message):
         created_s: int
         def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., created_s: _Optional[int] = ...) -> None: ...
     class Delta(_message.Message):
-        __slots__ = ("choice", "text", "ids", "logprobs")
+        __slots__ = ("choice", "text", "ids", "logprobs", "tool_calls")
         CHOICE_FIELD_NUMBER: _ClassVar[int]
         TEXT_FIELD_NUMBER: _ClassVar[int]
         IDS_FIELD_NUMBER: _ClassVar[int]
         LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+        TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
         choice: int
         text: str
         ids: _containers.RepeatedScalarFieldContainer[int]
         logprobs: _containers.RepeatedCompositeFieldContainer[TextLogprobs]
-        def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ...) -> None: ...
+        tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallPart]
+        def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPart, _Mapping]]] = ...) -> None: ...
     class Finish(_message.Message):
         __slots__ = ("choice", "outcome", "stop_string", "stop_id")
         CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +205,18 @@ class GenerateResponse(_message.Message):
     finish: GenerateResponse.Finish
     usage: GenerateResponse.FinalUsage
     def __init__(self, started: _Optional[_Union[GenerateResponse.Started, _Mapping]] = ..., delta: _Optional[_Union[GenerateResponse.Delta, _Mapping]] = ..., finish: _Optional[_Union[GenerateResponse.Finish, _Mapping]] = ..., usage: _Optional[_Union[GenerateResponse.FinalUsage, _Mapping]] = ...) -> None: ...
+
+class ToolCallPart(_message.Message):
+    __slots__ = ("index", "id", "name", "arguments_json")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    id: str
+    name: str
+    arguments_json: str
+    def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
 
 class TextLogprob(_message.Message):
     __slots__ = ("id", "bytes", "logprob")
