@@ -559,12 +559,10 @@ def _set_prompt(request: router_pb2.GenerateRequest, options: GenerateOptions) -
     else:
         request.chat.CopyFrom(_chat(options["messages"]))
         request.chat.tools_json.extend(json.dumps(tool) for tool in options.get("tools", ()))
-        choice = options.get("tool_choice", "auto")
-        if choice in _TOOL_USES:
-            request.chat.tool_use = _TOOL_USES[choice]
-        else:
-            request.chat.tool_use = router_pb2.Chat.TOOL_USE_REQUIRED
-            request.chat.required_tool = choice
+        if (choice := options.get("tool_choice")) is not None:
+            named = choice not in _TOOL_USES
+            request.chat.tool_use = _TOOL_USES["required" if named else choice]
+            request.chat.required_tool = choice if named else ""
         request.chat.single_tool_call = not options.get("parallel_tool_calls", True)
         if "template_kwargs" in options:
             request.chat.template_kwargs_json = json.dumps(options["template_kwargs"])

@@ -38,7 +38,7 @@ MODELS = (
     ToyModel("toy-roles", context_tokens=512, template=ROLES_TEMPLATE),
     ToyModel("toy-turns", template=TURNS_TEMPLATE),
     ToyModel("toy-parts", template=PARTS_TEMPLATE),
-    ToyModel("toy-tools", template=TOOLS_TEMPLATE),
+    ToyModel("toy-tools", context_tokens=512, template=TOOLS_TEMPLATE),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -134,6 +135,28 @@ async def test_the_official_sdk(lab: Lab) -> None:
             await client.chat.completions.create(model="nope", messages=messages)
         with pytest.raises(openai.BadRequestError):
             await client.chat.completions.create(model=MODEL, messages=messages, temperature=9)
+
+
+async def test_a_required_call_keeps_to_its_schema(lab: Lab) -> None:
+    openai = pytest.importorskip("openai")
+    city = {"type": "string", "maxLength": 20}
+    parameters = {"type": "object", "properties": {"city": city, "days": {"type": "integer"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    async with openai.AsyncOpenAI(base_url=f"http://{lab.mesh.http}/v1", api_key="none", max_retries=0) as client:
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+            tools=[tool],
+            tool_choice="required",
+            temperature=0,
+            max_tokens=100,
+        )
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "weather"
+    assert isinstance(arguments["city"], str)
+    assert set(arguments) <= {"city", "days"}
 
 
 async def test_thirty_two_at_once(lab: Lab) -> None:

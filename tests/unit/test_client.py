@@ -96,6 +96,8 @@ async def test_every_option_reaches_the_router() -> None:
                 {"role": "tool", "content": "12:00", "tool_call_id": "c1"},
             ],
             tools=[{"type": "function"}],
+            tool_choice="f",
+            parallel_tool_calls=False,
             template_kwargs={"think": False},
             max_tokens=5,
             min_tokens=1,
@@ -141,6 +143,9 @@ async def test_every_option_reaches_the_router() -> None:
                 message(role="tool", content="12:00", tool_call_id="c1"),
             ],
             tools_json=['{"type": "function"}'],
+            tool_use=router_pb2.Chat.TOOL_USE_REQUIRED,
+            required_tool="f",
+            single_tool_call=True,
             template_kwargs_json='{"think": false}',
         ),
         sampling=router_pb2.SamplingOptions(
