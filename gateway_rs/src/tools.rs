@@ -837,13 +837,13 @@ mod tests {
             serde_json::json!({"type": "function", "function": {"name": "f", "parameters": {
                 "type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"],
                 "$defs": {"n": {"type": "integer"}}}}}),
-            serde_json::json!({"type": "function", "function": {"name": "g \"h\"", "strict": true}}),
+            serde_json::json!({"type": "function", "function": {"name": "g", "strict": true}}),
         ];
         for (some, wanted) in [
             (&tools[..1], None),
             (&tools[..], Some("f")),
             (&tools[1..], None),
-            (&tools[..], Some("g \"h\"")),
+            (&tools[..], Some("g")),
         ] {
             let (schema, strict) = required_call(some, wanted).unwrap();
             assert_eq!(

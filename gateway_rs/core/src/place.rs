@@ -425,9 +425,15 @@ mod tests {
             decoding,
             ..idle(544, hit_tokens)
         };
-        assert_eq!(placer.choose(&request(544), &[with(4, 512), with(2, 0)], &mut rng), Some(0));
+        assert_eq!(
+            placer.choose(&request(544), &[with(4, 512), with(2, 0)], &mut rng),
+            Some(0)
+        );
         // Its decoding is worth more than that in the end.
-        assert_eq!(placer.choose(&request(544), &[with(9, 512), with(0, 0)], &mut rng), Some(1));
+        assert_eq!(
+            placer.choose(&request(544), &[with(9, 512), with(0, 0)], &mut rng),
+            Some(1)
+        );
     }
 
     #[test]
