@@ -80,6 +80,8 @@ pub fn block_hashes_after(parent: u64, ids: &[u32], block_tokens: usize, seed: S
 pub struct Scope<'a> {
     /// Which tenant's it is; one tenant never gets another's.
     pub tenant: &'a str,
+    /// The variant's name.
+    pub model: &'a str,
     /// The weights and how they are run: a digest and a quantisation.
     pub model_version: &'a str,
     /// The tokenizer's digest.
@@ -97,7 +99,7 @@ pub struct Scope<'a> {
 pub fn answer_key(scope: &Scope<'_>, prompts: &[(&[u32], u32)], request: &Request) -> [u8; 32] {
     let mut fields = Fields::new("headrace answer v1");
     fields.bytes("tenant", scope.tenant.as_bytes());
-    fields.bytes("model", request.model.as_bytes());
+    fields.bytes("model", scope.model.as_bytes());
     fields.bytes("model_version", scope.model_version.as_bytes());
     fields.bytes("tokenizer", scope.tokenizer.as_bytes());
     fields.bytes("template", scope.template.as_bytes());
@@ -327,6 +329,7 @@ mod tests {
 
     const SCOPE: Scope<'_> = Scope {
         tenant: "t1",
+        model: "toy",
         model_version: "weights",
         tokenizer: "tokenizer",
         template: "template",
@@ -398,7 +401,6 @@ mod tests {
             r#""frequency_penalty":1"#,
             r#""lora":"X""#,
             r#""cache_salt":"X""#,
-            r#""model":"other""#,
             r#""messages":[{"role":"user","content":"ho"}]"#,
             r#""messages":[{"role":"system","content":"hi"}]"#,
         ] {
@@ -435,6 +437,7 @@ mod tests {
         let key = chat_key(&body(""));
         for other in [
             Scope { tenant: "t2", ..SCOPE },
+            Scope { model: "toys", ..SCOPE },
             Scope {
                 model_version: "other",
                 ..SCOPE

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use headrace_core::routing::choice::Wish;
 use serde_json::{Map, Value};
 
 use crate::error::{shorten, ApiError, ErrorCode};
@@ -660,6 +661,8 @@ pub struct Draft {
     pub lora: String,
     /// See [`Class`].
     pub class: Class,
+    /// Which of a model's variants may answer.
+    pub quality: Option<Wish>,
     /// Time to the whole answer.
     pub deadline: Option<Duration>,
     /// See [`Request`].
@@ -723,6 +726,7 @@ impl Draft {
             only_one_call: false,
             lora: String::new(),
             class: Class::Standard,
+            quality: None,
             deadline: None,
             ttft_target_ms: None,
             tpot_target_ms: None,

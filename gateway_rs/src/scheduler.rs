@@ -663,6 +663,7 @@ impl<'a> Step<'a> {
             queue_s: grant.queue_s as f32,
             reason: Some(grant.why.into()),
             prefill: None,
+            pool: grant.pool.to_string(),
         };
         self.answer(link, ask, proto::placement::Answer::Grant(answer));
     }

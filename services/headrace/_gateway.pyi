@@ -26,6 +26,12 @@ __all__ = [
     "chunk_within",
     "cost_tables",
     "placement_policies",
+    "route_agreement",
+    "route_compare",
+    "route_explain",
+    "route_feature_names",
+    "route_features",
+    "route_interval",
     "simulate",
 ]
 
@@ -146,6 +152,9 @@ class Router:
     def http_address(self) -> str: ...
     @property
     def grpc_address(self) -> str: ...
+    def set_aliases(self, aliases_json: str) -> None:
+        """Put these aliases in the place of the former ones: a JSON list. Raises ValueError when a setting is wrong."""
+
     def drain(self) -> None:
         """Take nothing new and wait for open streams, within the grace of the configuration."""
 
@@ -395,3 +404,21 @@ def simulate(workload: Workload, settings_json: str, progress: Callable[[int, in
 
     Raises ValueError when a setting is wrong; KeyboardInterrupt within moments of Ctrl-C.
     """
+
+def route_feature_names() -> list[str]:
+    """What is seen of a request, in order."""
+
+def route_features(body: str) -> list[float]:
+    """The features of a request: the JSON body of a chat or a completion. Raises ValueError."""
+
+def route_agreement(classifier: str, features: list[float]) -> float:
+    """The agreement that a classifier (its file's text) expects. Raises ValueError."""
+
+def route_compare(measure: str, one: str, other: str) -> float:
+    """How far two answers agree, from 0 to 1; ``measure`` is "words" or "exact". Raises ValueError."""
+
+def route_interval(count: int, sum: float) -> tuple[float, float, float]:
+    """The mean of so many numbers from 0 to 1 with that sum, and its interval of 95 %: (mean, low, high)."""
+
+def route_explain(alias_json: str, body: str, quality: str) -> str:
+    """Where a request of an alias would go, with every variant there and nothing measured: JSON. Raises ValueError."""

@@ -2,6 +2,7 @@
 
 ``headrace router | scheduler | cache | worker`` runs one service, ``headrace up`` all of them on this machine;
 ``chat``, ``bench`` and ``batch`` (``cli_batches.py``) are clients; ``sim`` simulates a mesh, ``plan`` plans one;
+``route`` (``cli_routes.py``) is about names with several variants;
 ``tenants`` says who may ask; ``config`` shows the configuration.
 
 A user's mistake is one red line and exit code 2, never a traceback; what fails for other reasons ends with 1. Heavy
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace import __version__, cli_batches
+from headrace import __version__, cli_batches, cli_routes
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -166,7 +167,7 @@ def up(
         view.close()
 
 
-def _serve(service: str, effective: Config) -> None:
+def _serve(service: str, effective: Config, **more: Any) -> None:
     """Run a service until it has drained."""
     from headrace.errors import HeadraceError
 
@@ -177,15 +178,16 @@ def _serve(service: str, effective: Config) -> None:
             raise HeadraceError("the extension headrace._gateway is not built; install the package") from error
         raise
     if inspect.iscoroutinefunction(run):
-        asyncio.run(run(effective))
+        asyncio.run(run(effective, **more))
     else:
-        run(effective)
+        run(effective, **more)
 
 
 @app.command()
 def router(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Run the router: clients come in here."""
-    _serve("router", _load(config, overrides))
+    """Run the router: clients come in here. Changes of [[aliases]] in the file come into force while it serves."""
+    again = None if config is None else (config, lambda: _load(config, overrides))
+    _serve("router", _load(config, overrides), again=again)
 
 
 @app.command()
@@ -568,6 +570,7 @@ def plan(
 
 
 app.add_typer(cli_batches.app, name="batch")
+app.add_typer(cli_routes.app, name="route")
 
 tenants_app = typer.Typer(help="Who may ask: tenants and their API keys.", no_args_is_help=True)
 app.add_typer(tenants_app, name="tenants")
@@ -658,6 +661,10 @@ def limit_tenant(
         bool | None,
         typer.Option("--share-prefixes/--own-prefixes", help="Reuse others' KV, too.", show_default="as it is"),
     ] = None,
+    quality_floor: Annotated[
+        float | None,
+        typer.Option(help="Least agreement with a model's best variant, 0 to 1.", show_default="as it is"),
+    ] = None,
     file: TenantsFile = None,
     config: ConfigFile = None,
 ) -> None:
@@ -671,6 +678,7 @@ def limit_tenant(
             models=() if all_models else models or None,
             classes=() if all_classes else classes or None,
             shares_prefixes=share_prefixes,
+            quality_floor=quality_floor,
         )
 
 

@@ -68,6 +68,73 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class VariantConfig:
+    """One of the models behind an alias. The first listed is the best; what is measured is measured against it."""
+
+    model: str = setting("", "its name under [[models]]; also the name of its pool")
+    quality: float = setting(
+        1.0, "agreement with the best variant's answers, until it is measured", minimum=0.0, maximum=1.0
+    )
+    threshold: float = setting(
+        # The classifier is calibrated: of requests with this estimate, so many answers agree.
+        0.8,
+        "requests of which at least this agreement is expected may go here; it moves up by itself",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    difficulty: str = setting("", "classifier, as `headrace route train` writes it; empty = the one that comes along")
+    gpu_hour_dollars: float = setting(0.0, "price of an hour of one of its workers, for reports", minimum=0.0)
+    canary_of: str = setting("", "the variant that this is a new version of; empty = one of its own")
+    weight: float = setting(
+        0.05, "a new version's share of the old one's requests, always the same sessions", minimum=0.0, maximum=1.0
+    )
+
+
+@dataclass(frozen=True)
+class AliasConfig:
+    """A name that clients ask for and that several models serve."""
+
+    name: str = setting("", "name that clients ask for")
+    variants: tuple[VariantConfig, ...] = setting((), "models that serve it, best first")
+    quality: str = setting(
+        "routed",
+        "what requests get that say nothing: by difficulty, the best variant, or the smallest that is good enough",
+        choices=("routed", "full", "tolerant"),
+    )
+    floor: float = setting(
+        # Below it, fewer requests go to the smaller variant.
+        0.8,
+        "least mean agreement of a smaller variant's answers with the best one's, as measured",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    fallback: tuple[str, ...] = setting(
+        (), "what may serve when the chosen and better ones can't: models of worse quality, 'cached', 'degraded'"
+    )
+    fallback_after_s: float = setting(
+        2.0, "a worker is waited for so long before the next may serve; 0 = as long as it takes", minimum=0.0
+    )
+    degraded_text: str = setting(
+        "The service is overloaded. Please try again later.", "the answer that 'degraded' stands for"
+    )
+    escalate: str = setting(
+        "never",
+        "when a smaller variant's whole answer (not a stream) is replaced by the best one's",
+        choices=("never", "refusal"),
+    )
+    shadow_share: float = setting(
+        0.02, "share of a smaller variant's answers that the best one answers too, to compare", minimum=0.0, maximum=1.0
+    )
+    shadows_at_once: int = setting(1, "of these, so many at once; others are left out", minimum=0, maximum=64)
+    shadow_deadline_s: float = setting(30.0, "one that is not answered by then is given up", minimum=0.1)
+    agreement: str = setting(
+        "words",
+        "how two answers are compared: F1 of their words, or equal words in equal order",
+        choices=("words", "exact"),
+    )
+
+
+@dataclass(frozen=True)
 class RouterConfig:
     """The router: clients, text, tokenizers, templates."""
 
@@ -114,6 +181,11 @@ class RouterConfig:
         "what '<|im_start|>' (any special token's text) is within a chat's messages, names, tool calls and tools:"
         " text, or that control token",
         choices=("text", "control"),
+    )
+    shadow_log: str = setting(
+        "",
+        "file to which each comparison of a smaller variant is written, for `headrace route train`: numbers only,"
+        " unless telemetry.log_content is on; empty = none",
     )
 
 
@@ -525,6 +597,7 @@ class Config:
     """All services' configuration."""
 
     models: tuple[ModelConfig, ...] = field(default_factory=lambda: (ModelConfig(),))
+    aliases: tuple[AliasConfig, ...] = ()
     router: RouterConfig = field(default_factory=RouterConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -534,6 +607,11 @@ class Config:
     tls: TlsConfig = field(default_factory=TlsConfig)
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
+
+    def served(self) -> tuple[str, ...]:
+        """The models that a mesh on one box serves: the worker's own, and those behind aliases, each once."""
+        behind = [variant.model for alias in self.aliases for variant in alias.variants]
+        return tuple(dict.fromkeys([self.worker.model, *behind]))
 
     def model(self, name: str) -> ModelConfig:
         """The model of that name. Raises ConfigError when there is none."""
@@ -588,8 +666,8 @@ def _put(table: dict[str, Any], where: str, text: str, *, over: bool) -> None:
     section, dot, key = where.partition(".")
     kind = typing.get_type_hints(Config).get(section)
     if not dot or not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        sections = ", ".join(item.name for item in dataclasses.fields(Config) if item.name != "models")
-        hint = " (models are listed in the file only)" if section == "models" else ""
+        sections = ", ".join(item.name for item in dataclasses.fields(Config) if item.name not in _LISTS)
+        hint = f" ({section} are listed in the file only)" if section in _LISTS else ""
         raise ConfigError(f"{where}: expected section.key with a section of {sections}{hint}")
     hints = typing.get_type_hints(kind)
     if key not in hints:
@@ -611,6 +689,9 @@ def _typed(hint: type, text: str, where: str) -> Any:
         raise ConfigError(f"{where}: expected {_NAMES[hint]}, got {text!r}") from error
 
 
+#: Sections that are lists of tables.
+_LISTS = ("models", "aliases")
+
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -627,6 +708,9 @@ def _check(config: Config) -> None:
         if not model.source:
             raise ConfigError(f"models[{index}].source: must not be empty")
     config.model(config.worker.model)
+    for index, alias in enumerate(config.aliases):
+        _check_alias(config, alias, f"aliases[{index}]", names)
+        names.append(alias.name)
     tenant_weights(config.scheduler.tenant_weights)
     worker = config.worker
     # Other engines size their KV by themselves.
@@ -650,6 +734,39 @@ def _check(config: Config) -> None:
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"telemetry.otlp_endpoint: expected http://host:port or https://host:port, got {endpoint!r}")
     _check_tls(config.tls)
+
+
+#: Variants of one alias: so many pools a request may name.
+_MOST_VARIANTS = 16
+
+
+def _check_alias(config: Config, alias: AliasConfig, where: str, taken: Sequence[str]) -> None:
+    if not alias.name or alias.name.split() != [alias.name]:
+        raise ConfigError(f"{where}.name: expected a name without spaces, got {alias.name!r}")
+    if alias.name in taken:
+        raise ConfigError(f"{where}.name: {alias.name!r} is a model or alias already")
+    if not 1 <= len(alias.variants) <= _MOST_VARIANTS:
+        raise ConfigError(f"{where}.variants: expected 1 to {_MOST_VARIANTS}, got {len(alias.variants)}")
+    models = [variant.model for variant in alias.variants]
+    known = [model.name for model in config.models]
+    for number, variant in enumerate(alias.variants):
+        here = f"{where}.variants[{number}]"
+        if variant.model not in known:
+            raise ConfigError(
+                f"{here}.model: no model named {variant.model!r} under [[models]] (there are: {', '.join(known)})"
+            )
+        if variant.model in models[:number]:
+            raise ConfigError(f"{here}.model: {variant.model!r} is listed twice")
+        old = next((other for other in alias.variants if other.model == variant.canary_of), None)
+        if variant.canary_of and (old is None or old is variant or old.canary_of):
+            raise ConfigError(f"{here}.canary_of: expected another variant of this alias, got {variant.canary_of!r}")
+    if alias.variants[0].canary_of:
+        raise ConfigError(f"{where}.variants[0].canary_of: the first variant is the best one, not a new version")
+    for step in alias.fallback:
+        if step not in ("cached", "degraded", *models):
+            raise ConfigError(
+                f"{where}.fallback: expected 'cached', 'degraded' or one of {', '.join(models)}, got {step!r}"
+            )
 
 
 def _check_tls(tls: TlsConfig) -> None:
@@ -724,7 +841,7 @@ def _value(hint: Any, value: Any, where: str, metadata: Mapping[str, Any]) -> An
         if not isinstance(value, list):
             raise ConfigError(f"{where}: expected a list, got {_shown(value)}")
         inner = typing.get_args(hint)[0]
-        return tuple(_value(inner, item, f"{where}[{index}]", {}) for index, item in enumerate(value))
+        return tuple(_value(inner, item, f"{where}[{index}]", metadata) for index, item in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
         value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
@@ -770,14 +887,18 @@ def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain values, for JSON."""
     table = dataclasses.asdict(config)
     table["models"] = list(table["models"])
+    table["aliases"] = [{**alias, "variants": list(alias["variants"])} for alias in table["aliases"]]
     return table
 
 
 def to_toml(config: Config, *, comments: bool = True) -> str:
     """The configuration as TOML that :func:`parse` reads back, each key's meaning as a comment before it."""
     parts = [_section("[[models]]", model, comments) for model in config.models]
+    for alias in config.aliases:
+        parts.append(_section("[[aliases]]", alias, comments))
+        parts += [_section("[[aliases.variants]]", variant, comments) for variant in alias.variants]
     for item in dataclasses.fields(Config):
-        if item.name != "models":
+        if item.name not in _LISTS:
             parts.append(_section(f"[{item.name}]", getattr(config, item.name), comments))
     return "\n".join(parts)
 
@@ -788,6 +909,8 @@ def _section(header: str, values: Any, comments: bool) -> str:
         lines.append(f"# {(type(values).__doc__ or '').strip()}")
     lines.append(header)
     for item in dataclasses.fields(values):
+        if item.name == "variants":
+            continue
         if comments:
             lines.append(f"# {item.metadata['meaning']}{_bounds(item.metadata)}")
         lines.append(f"{item.name} = {_toml_value(getattr(values, item.name))}")
@@ -803,7 +926,9 @@ def _bounds(metadata: Mapping[str, Any]) -> str:
     return f" (at least {minimum})" if minimum is not None else ""
 
 
-def _toml_value(value: bool | int | float | str) -> str:
+def _toml_value(value: bool | int | float | str | tuple[str, ...]) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
     if isinstance(value, str):
         # A JSON string is a TOML basic string but for DEL, which is refused as a control character.
         return json.dumps(value, ensure_ascii=False)

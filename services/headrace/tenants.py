@@ -51,6 +51,8 @@ class Tenant:
     classes: list[str] = field(default_factory=list)
     #: Its KV may be reused by others who share, and theirs by it.
     shares_prefixes: bool = False
+    #: The least agreement with a model's best variant that it accepts of another; 0 = as models are configured.
+    quality_floor: float = 0.0
 
 
 Tenants = dict[str, Tenant]
@@ -141,6 +143,7 @@ def limit(
     models: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
     shares_prefixes: bool | None = None,
+    quality_floor: float | None = None,
 ) -> None:
     """Changes what a tenant may do; None leaves a limit as it is. Raises ConfigError."""
     tenant = _known(tenants, name)
@@ -150,6 +153,10 @@ def limit(
         tenant.classes = _classes(classes)
     if shares_prefixes is not None:
         tenant.shares_prefixes = shares_prefixes
+    if quality_floor is not None:
+        if not 0.0 <= quality_floor <= 1.0:
+            raise ConfigError(f"a quality floor is from 0 to 1, got {quality_floor}")
+        tenant.quality_floor = quality_floor
 
 
 def rotate(tenants: Tenants, name: str, *, grace_s: float, now_s: float, token: Callable[[int], str]) -> str:

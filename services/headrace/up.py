@@ -196,7 +196,7 @@ def _with_model_at(config: Config, where: str) -> Config:
     else:
         chosen = ModelConfig(name="-".join(source.resolve().stem.split()) or "model", source=str(source.resolve()))
     worker = dataclasses.replace(config.worker, model=chosen.name)
-    return dataclasses.replace(config, models=(chosen,), worker=worker)
+    return dataclasses.replace(config, models=(chosen,), aliases=(), worker=worker)
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,7 @@ class Plan:
     """What to bring up."""
 
     config: Config
+    #: Of each model that is served.
     workers: int = 1
     #: None = a new temporary folder.
     log_dir: Path | None = None
@@ -214,8 +215,9 @@ class Plan:
         worker = self.config.worker
         for key in ("address", "metrics_address", "advertise"):
             value = getattr(worker, key)
-            if self.workers > 1 and value and not value.endswith(":0"):
-                raise ConfigError(f"worker.{key}: {self.workers} workers cannot share {value}; use port 0")
+            count = self.workers * len(self.config.served())
+            if count > 1 and value and not value.endswith(":0"):
+                raise ConfigError(f"worker.{key}: {count} workers cannot share {value}; use port 0")
         if not worker.scheduler:
             raise ConfigError("worker.scheduler: must not be empty for workers started by 'up'")
 
@@ -242,10 +244,12 @@ class Plan:
         settings = [f"router.scheduler={scheduler}"] + ([f"router.cache={cache}"] if router.cache else [])
         names = {"http": "http_address", "grpc": "grpc_address"}
         specs = [self._service("router", settings, names, router.drain_grace_s + router.settle_s)]
-        for index in range(1, self.workers + 1):
+        models = [model for model in self.config.served() for _ in range(self.workers)]
+        for index, model in enumerate(models, 1):
             name = worker.worker_id or "worker"
-            worker_id = name if worker.worker_id and self.workers == 1 else f"{name}-{index}"
+            worker_id = name if worker.worker_id and len(models) == 1 else f"{name}-{index}"
             settings = [f"worker.worker_id={worker_id}", f"worker.scheduler={scheduler}"]
+            settings += [f"worker.model={model}"] if model != worker.model else []
             settings += [f"worker.cache={cache}"] if worker.cache else []
             names = {"address": "address", "metrics": "metrics_address"}
             spec = self._service("worker", settings, names, worker.drain_grace_s, WORKER_READY_TIMEOUT_S)
@@ -594,9 +598,9 @@ class Supervisor:
     async def _prepare_models(self) -> None:
         """In a thread that ends with the process: loading can't be interrupted, and files are put in place whole."""
         prepare = self._prepare if self._prepare is not None else _models_prepare()
-        served, engine = self._plan.config.worker.model, self._plan.config.worker.engine
+        served, engine = self._plan.config.served(), self._plan.config.worker.engine
         for model in self._plan.config.models:
-            weights = model.name == served and engine == "llama_cpp"
+            weights = model.name in served and engine == "llama_cpp"
 
             def work(model: ModelConfig = model, weights: bool = weights) -> None:
                 prepare(model.source, model.quantization, weights=weights, progress=self._on_progress)
@@ -617,7 +621,8 @@ class Supervisor:
         address = reachable(self._children["router"].ready["grpc"])
         try:
             async with asyncio.timeout(MESH_READY_TIMEOUT_S):
-                await self._probe(address, self._plan.config.worker.model, workers)
+                for model in self._plan.config.served():
+                    await self._probe(address, model, self._plan.workers)
         except TimeoutError as error:
             raise UpError(
                 f"the router does not see {workers} ready worker(s) within {MESH_READY_TIMEOUT_S:g} s; "

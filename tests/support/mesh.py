@@ -155,17 +155,20 @@ class Mesh:
         tls: dict[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         tenants: dict[str, Any] | None = None,
+        aliases: str = "",
         batches: dict[str, Any] | None = None,
     ) -> None:
         """`sources` are further models by name, as a configuration gives them; `worker` starts a real worker, with
         `environment` beside this process's.
 
+        `aliases`: those tables of the configuration, as TOML.
         `tls`: that table of the configuration. Scripted workers need it too, and a lab speaks plain text only.
         """
         self.folder = folder
         self._environment = environment
         self.models = {model.name: model for model in models}
         self._sources = sources or {}
+        self._aliases = aliases
         self._settings = {
             "router": {"http_address": "127.0.0.1:0", "grpc_address": "127.0.0.1:0", "threads": 2} | (router or {}),
             # One lease a slot: what does not run now waits in the scheduler, not in a worker.
@@ -195,6 +198,7 @@ class Mesh:
                 f"[[models]]\nname = {json.dumps(name)}\nsource = {json.dumps(source)}\n"
                 for name, source in sources.items()
             )
+            self._models_toml += self._aliases
             self.launch("cache")
             self.ready["cache"] = self.processes["cache"].ready()
             self.launch("scheduler", cache=self.cache)

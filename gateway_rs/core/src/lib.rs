@@ -8,5 +8,6 @@ pub mod cost;
 pub mod credits;
 pub mod index;
 pub mod place;
+pub mod routing;
 pub mod scheduler;
 pub mod sim;

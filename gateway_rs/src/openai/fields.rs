@@ -1,5 +1,6 @@
 //! A JSON object whose fields are taken out one by one, each with its type checked and its name at hand.
 
+use headrace_core::routing::choice::Wish;
 use serde_json::{Map, Value};
 
 use crate::error::{shorten, ApiError, ErrorCode};
@@ -161,6 +162,10 @@ pub(super) fn read_common(fields: &mut Fields, draft: &mut Draft) -> Result<(), 
     read_stream(fields, draft)?;
     read_guided(fields, draft)?;
     read_class(fields, draft)?;
+    draft.quality = fields
+        .text("quality")?
+        .map(|quality| parse_quality(&quality, "quality"))
+        .transpose()?;
     // Checked, that a client learns of its mistake; nothing depends on it.
     fields.text("user")?;
     draft.lora = fields.text("lora")?.unwrap_or_default();
@@ -389,6 +394,13 @@ pub fn parse_class(name: &str, param: &str) -> Result<Class, ApiError> {
             format!("must be one of interactive, standard, batch; got {}", shorten(name)),
         )
     })
+}
+
+/// What is wished of quality by its name, from the field or header called `param`.
+pub fn parse_quality(name: &str, param: &str) -> Result<Wish, ApiError> {
+    Wish::from_name(name)
+        .filter(|wish| *wish != Wish::Routed)
+        .ok_or_else(|| ApiError::invalid(param, format!("must be full or tolerant; got {}", shorten(name))))
 }
 
 /// `tool_choice`, given whether there are tools.

@@ -20,4 +20,4 @@ pub mod write;
 #[cfg(test)]
 mod tests;
 
-pub use fields::parse_class;
+pub use fields::{parse_class, parse_quality};

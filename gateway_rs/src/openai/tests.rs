@@ -315,6 +315,8 @@ fn deadlines_and_classes() {
     assert_eq!(chat_with(r#""service_tier":"priority""#).class, Class::Interactive);
     assert_eq!(chat_with(r#""service_tier":"auto""#).class, Class::Standard);
     refused(r#""class":"vip""#, "class");
+    refused(r#""quality":"best""#, "quality");
+    refused(r#""quality":"routed""#, "quality");
     refused(r#""service_tier":"vip""#, "service_tier");
 }
 
@@ -747,6 +749,7 @@ const NAMES: &[&str] = &[
     "suffix",
     "deadline_ms",
     "class",
+    "quality",
     "lora",
     "chat_template_kwargs",
     "role",

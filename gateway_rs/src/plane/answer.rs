@@ -6,6 +6,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
+use super::model::Model;
 use crate::{
     detok::StreamDecoder,
     proto::{answer as stored, Outcome, TokenDelta, TokenLogprobs},
@@ -24,6 +25,8 @@ pub trait Sink {
     fn calls(&mut self, choice: u32, parts: &[CallPart]);
     /// The choice is over.
     fn finish(&mut self, choice: u32, finish: &Finish);
+    /// What comes is in that model's ids, and all there is: what came before, if anything, was not sent.
+    fn model(&mut self, model: &Arc<Model>);
 }
 
 /// One id and what belongs to it.
@@ -515,6 +518,8 @@ mod tests {
         fn finish(&mut self, _: u32, finish: &Finish) {
             assert_eq!(self.finish.replace(finish.clone()), None, "a choice ends once");
         }
+
+        fn model(&mut self, _: &Arc<Model>) {}
     }
 
     fn delta(first_index: usize, ids: &[u32]) -> TokenDelta {

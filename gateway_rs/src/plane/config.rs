@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 
+use headrace_core::routing::{agreement::Measure, choice::Wish};
 use serde::Deserialize;
 
 /// Everything the data plane needs to know at start.
@@ -29,7 +30,12 @@ pub struct PlaneConfig {
     pub drain_grace_s: f64,
     pub settle_s: f64,
     pub special_tokens_in_content: SpecialTokensInContent,
+    /// Empty: none.
+    pub shadow_log: PathBuf,
     pub models: Vec<ModelFolder>,
+    /// Names that are served by several models.
+    #[serde(default)]
+    pub aliases: Vec<AliasConfig>,
     pub telemetry: Telemetry,
     /// Who may ask; empty: everybody.
     #[serde(default)]
@@ -84,6 +90,49 @@ pub struct TlsConfig {
 pub struct ModelFolder {
     pub name: String,
     pub folder: PathBuf,
+}
+
+/// A name that clients can ask for, and the models that serve it.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct AliasConfig {
+    pub name: String,
+    pub variants: Vec<VariantConfig>,
+    pub quality: Wish,
+    pub floor: f64,
+    pub fallback: Vec<String>,
+    pub fallback_after_s: f64,
+    pub degraded_text: String,
+    pub escalate: Escalate,
+    pub shadow_share: f64,
+    pub shadows_at_once: usize,
+    pub shadow_deadline_s: f64,
+    pub agreement: Measure,
+}
+
+/// When a smaller variant's whole answer is not given, and the best one's is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Escalate {
+    /// Never.
+    Never,
+    /// It says that it cannot help.
+    Refusal,
+}
+
+/// One of the models behind a name.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs)]
+pub struct VariantConfig {
+    pub model: String,
+    pub quality: f64,
+    pub threshold: f64,
+    pub difficulty: PathBuf,
+    pub gpu_hour_dollars: f64,
+    pub canary_of: String,
+    pub weight: f64,
 }
 
 /// Traces and logs.

@@ -5,6 +5,9 @@
 //!
 //! A worker that is lost before anything was shown costs a new attempt elsewhere; one that is lost in mid-answer is followed
 //! by another that goes on from the committed ids, where that is exact. Ids are committed once, by index.
+//!
+//! Where a name has several variants, the request has a route (`routes.rs`). Until something was shown it may fall to the next
+//! one on it; afterwards it stays with the variant that began.
 
 use std::{
     future::Future,
@@ -18,8 +21,11 @@ use opentelemetry::trace::SpanKind;
 use tokio::time::Sleep;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
+use headrace_core::routing::{refusal::is_refusal, rollout::Ended};
+
 use super::{
     answer::{prompt_entries, Answer, Ending, Entry, Finish, Sink},
+    config::Escalate,
     links::{
         cache::{Found, Lead},
         scheduler::left_ms,
@@ -28,6 +34,8 @@ use super::{
     metrics::LookupLabels,
     model::Model,
     open::OpenRequest,
+    routes::{self, Alias, Route},
+    shadow::{self, Compared},
     tenants::Tenant,
     trace::{Parent, Span},
     Plane,
@@ -36,10 +44,13 @@ use crate::{
     blocks,
     error::{ApiError, ErrorCode},
     proto::{self, place_request::Ask, Outcome, Submit, TokenDelta, TraceContext},
-    request::{Class, Guided, Prompt, Request},
+    request::{Class, Door, Guided, Prompt, Request},
     stops::StopSet,
     tools::CallPart,
 };
+
+/// So long a stored answer is waited for when no variant can answer.
+const RECALL: Duration = Duration::from_millis(500);
 
 /// A client that leaves so shortly before its deadline has met it.
 const CLIENT_AHEAD: Duration = Duration::from_millis(50);
@@ -48,8 +59,8 @@ const CLIENT_AHEAD: Duration = Duration::from_millis(50);
 pub struct Call {
     /// Validated.
     pub request: Request,
-    /// The model it names.
-    pub model: Arc<Model>,
+    /// Who may serve it.
+    pub route: Route,
     /// Who asks.
     pub tenant: Arc<Tenant>,
     /// Its id for people.
@@ -76,6 +87,9 @@ pub struct Generation {
     shared: Arc<Shared>,
     open: OpenRequest,
     parts: Vec<Part>,
+    /// It is being prepared for another variant.
+    turning: Option<Turning>,
+    fell: Fell,
     timer: Option<Pin<Box<Sleep>>>,
     stopping: Pin<Box<WaitForCancellationFutureOwned>>,
     /// Who is woken by `stopping`.
@@ -83,15 +97,49 @@ pub struct Generation {
     over: bool,
 }
 
-/// What all attempts for a request need.
-struct Shared {
+/// A request that is being prepared for a hop of its route.
+type Turning = Pin<Box<dyn Future<Output = Result<(Arc<Shared>, Vec<PromptIds>), ApiError>> + Send>>;
+
+/// How far a request has fallen along its route.
+#[derive(Default)]
+struct Fell {
+    /// The hop that it is at, and by their bits those that are of no use any more.
+    hop: usize,
+    tried: u64,
+    /// Why it fell, for people; empty: it did not.
+    reason: &'static str,
+    /// What serves when no variant does was tried.
+    cached: bool,
+    degraded: bool,
+    /// Its first answer was no help.
+    escalated: bool,
+    /// Ids thrown away before the last hop.
+    wasted_tokens: u32,
+    /// Instances that failed it, and attempts that were made.
+    avoid: Vec<String>,
+    epoch: u32,
+}
+
+/// What all attempts for a request need, whoever serves it.
+struct Base {
     request: Request,
-    model: Arc<Model>,
+    route: Route,
     tenant: Arc<Tenant>,
     request_id: String,
     /// Of everything that is kept of its prompts.
     salt: Vec<u8>,
     deadline: Option<Instant>,
+    is_shadow: bool,
+}
+
+/// What all attempts need for one hop of the route.
+struct Shared {
+    base: Arc<Base>,
+    model: Arc<Model>,
+    /// The pools that are asked, in order; the model's own first.
+    pools: Vec<String>,
+    /// So long a worker is waited for; then the next hop is taken.
+    patience: Option<Duration>,
     context_tokens: u32,
     eos_ids: Vec<u32>,
     /// The weights and how they are run.
@@ -99,41 +147,36 @@ struct Shared {
     block_tokens: u32,
 }
 
+impl std::ops::Deref for Shared {
+    type Target = Base;
+
+    fn deref(&self) -> &Base {
+        &self.base
+    }
+}
+
 impl Shared {
-    /// What the door knows, and what only the mesh does; with what the door keeps for itself.
-    fn new(plane: &Plane, call: Call) -> (Self, OpenRequest) {
-        let Call {
-            request,
-            model,
-            tenant,
-            request_id,
-            open,
-            deadline,
-        } = call;
+    /// `more`: something else could serve it.
+    fn new(plane: &Plane, base: &Arc<Base>, hop: usize, more: bool) -> Self {
+        let route = &base.route;
+        let model = route.hops[hop].clone();
         let pool = plane.pool(&model.name);
         let description = pool.as_ref().and_then(|pool| pool.description.as_ref());
         let more_eos_ids = description.map_or(&[][..], |description| &description.eos_ids);
         let mut eos_ids = model.eos_ids.clone();
         eos_ids.extend(more_eos_ids.iter().filter(|id| !model.eos_ids.contains(id)));
-        let cache_salt = request.cache_salt.as_deref().unwrap_or_default();
-        let shared = Self {
-            salt: blocks::salt(tenant.prefix_scope(), cache_salt),
+        let patience = route.alias.as_ref().map_or(0.0, |alias| alias.config.fallback_after_s);
+        let name = |hop: usize| route.hops[hop].name.clone();
+        Self {
+            pools: route.together(hop).into_iter().map(name).collect(),
+            patience: (more && patience > 0.0).then(|| Duration::from_secs_f64(patience)),
             context_tokens: plane.context_tokens(&model),
             eos_ids,
-            model_version: description.map_or_else(String::new, |description| {
-                format!(
-                    "{} {} {}",
-                    description.engine, description.weights_sha256, description.quantization
-                )
-            }),
+            model_version: plane.version(&model.name),
             block_tokens: description.map_or(0, |description| description.block_tokens),
-            request,
             model,
-            tenant,
-            request_id,
-            deadline,
-        };
-        (shared, open)
+            base: base.clone(),
+        }
     }
 }
 
@@ -158,6 +201,8 @@ struct Part {
     state: State,
     deltas: Vec<TokenDelta>,
     lead: Option<Lead>,
+    /// Whose worker has it, or had it.
+    pool: String,
     run_span: Option<Span>,
     epoch: u32,
     attempts: u32,
@@ -167,6 +212,8 @@ struct Part {
     cached_prompt_tokens: u32,
     wasted_tokens: u32,
     cached_answer: bool,
+    /// The text is the configuration's.
+    degraded: bool,
     first: Option<Instant>,
 }
 
@@ -177,35 +224,87 @@ enum State {
 }
 
 enum Opened {
-    Replay(proto::Answer),
-    Run { run: Run, span: Span, lead: Option<Lead> },
+    Replay(proto::Answer, Origin),
+    Run {
+        run: Run,
+        span: Span,
+        lead: Option<Lead>,
+        pool: String,
+    },
+}
+
+/// Where an answer comes from that no worker makes now.
+#[derive(Clone, PartialEq, Eq)]
+enum Origin {
+    /// There is none: only the echo is wanted.
+    Nothing,
+    /// That variant made it.
+    Cache(String),
+    /// The configuration has it.
+    Configured,
 }
 
 impl Generation {
     /// Counts the prompts and starts every part. Errors: what the template refuses, a prompt or an answer that cannot fit.
     pub async fn prepare(plane: &Arc<Plane>, call: Call) -> Result<Self, ApiError> {
-        let (shared, mut open) = Shared::new(plane, call);
-        let shared = Arc::new(shared);
+        let Call {
+            request,
+            route,
+            tenant,
+            request_id,
+            mut open,
+            deadline,
+        } = call;
+        let cache_salt = request.cache_salt.as_deref().unwrap_or_default();
+        let base = Arc::new(Base {
+            salt: blocks::salt(tenant.prefix_scope(), cache_salt),
+            request,
+            route,
+            tenant,
+            request_id,
+            deadline,
+            is_shadow: open.is_shadow(),
+        });
+        let mut fell = Fell::default();
         let prepared = async {
-            if shared.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            if base.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                 return Err(deadline_exceeded());
             }
             let mut span = open.stage("prepare", SpanKind::Internal);
-            let prompts = encode(plane, &shared).await?;
+            if base.route.hops[0].name != base.route.meant.name {
+                fell.reason = reason(ErrorCode::Unavailable);
+            }
+            let (shared, prompts) = loop {
+                match turn(plane.clone(), base.clone(), fell.hop, fell.has_more(&base.route)).await {
+                    Ok(turned) => break turned,
+                    // Another variant may hold more.
+                    Err(error) if error.code == ErrorCode::ContextLengthExceeded => {
+                        fell.give_up(&base.route, "");
+                        fell.hop = fell.next(&base.route).ok_or(error)?;
+                        fell.reason = reason(ErrorCode::ContextLengthExceeded);
+                    }
+                    Err(error) => return Err(error),
+                }
+            };
             open.books.prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len() as u32).sum();
             span.set("gen_ai.usage.input_tokens", i64::from(open.books.prompt_tokens));
             drop(span);
-            let parts = prompts.into_iter().enumerate();
-            let parts = parts.map(|(index, prompt)| Part::new(plane, &shared, index, prompt, &open));
-            let parts = parts.collect::<Result<Vec<_>, _>>()?;
-            Ok(parts)
+            if let Some(alias) = &base.route.alias {
+                open.span.set("headrace.route.alias", alias.config.name.clone());
+                open.span.set("headrace.route.meant", base.route.meant.name.clone());
+                open.span.set("headrace.route.why", base.route.why.name());
+            }
+            let parts = start(plane, &shared, prompts, &open, &fell)?;
+            Ok((shared, parts))
         };
         match prepared.await {
-            Ok(parts) => Ok(Self {
+            Ok((shared, parts)) => Ok(Self {
                 plane: plane.clone(),
                 timer: None,
                 stopping: Box::pin(plane.stopping.clone().cancelled_owned()),
                 waker: None,
+                turning: None,
+                fell,
                 shared,
                 open,
                 parts,
@@ -216,6 +315,19 @@ impl Generation {
                 Err(error)
             }
         }
+    }
+
+    /// All that the only choice of the only prompt says, calls of tools as the model writes them.
+    pub fn text(&self) -> Option<String> {
+        match self.parts.as_slice() {
+            [part] => part.text(),
+            _ => None,
+        }
+    }
+
+    /// Whose words it is answered in now.
+    pub fn model(&self) -> &Arc<Model> {
+        &self.shared.model
     }
 
     /// Drives it; whatever leaves goes to the sink. After Done or Failed it must not be polled again.
@@ -230,6 +342,8 @@ impl Generation {
                 Step::More => {}
                 Step::Done => {
                     self.over = true;
+                    self.account();
+                    self.shadow();
                     let cut = self.parts.iter().any(|part| part.answer.outcome() == "length");
                     self.open.end(if cut { "length" } else { "stop" });
                 }
@@ -254,6 +368,75 @@ impl Generation {
     }
 
     fn poll_parts(&mut self, context: &mut Context<'_>, sink: &mut impl Sink) -> Poll<Step> {
+        loop {
+            if self.turning.is_some() {
+                match ready!(self.poll_turning(context)) {
+                    Ok(()) => sink.model(&self.shared.model),
+                    Err(error) if self.fall(&error) => continue,
+                    Err(error) => return Poll::Ready(Step::Failed(error)),
+                }
+            }
+            match self.poll_each(context, sink) {
+                Err(error) if self.fall(&error) => {}
+                Err(error) => return Poll::Ready(Step::Failed(error)),
+                Ok(Poll::Ready(Step::Done)) if self.escalate() => {}
+                Ok(step) => return step,
+            }
+        }
+    }
+
+    /// A smaller variant has answered only that it cannot help, and nothing of it was sent: the best one is asked instead.
+    fn escalate(&mut self) -> bool {
+        let route = &self.shared.route;
+        let Some(alias) = route.alias.as_ref().filter(|_| !self.shared.request.stream) else {
+            return false;
+        };
+        let wanted = alias.config.escalate == Escalate::Refusal && self.shared.request.door != Door::Native;
+        let [part] = self.parts.as_slice() else { return false };
+        let best = &alias.variants[0].model;
+        let hop = route.hops.iter().position(|model| model.name == best.name);
+        let (Some(hop), true) = (hop, wanted && part.is_smaller(alias) && !self.fell.escalated) else {
+            return false;
+        };
+        let is_ready = self.plane.pool(&best.name).is_some_and(|pool| pool.ready_workers > 0);
+        if !is_ready || !part.text().is_some_and(|text| is_refusal(&text)) {
+            return false;
+        }
+        self.fell.escalated = true;
+        self.fell.reason = "refusal";
+        self.fell.wasted_tokens += part.wasted_tokens + part.answer.completion_tokens();
+        self.fell.epoch = part.epoch;
+        self.fell.hop = hop;
+        let base = self.shared.base.clone();
+        self.turning = Some(Box::pin(turn(self.plane.clone(), base, hop, false)));
+        true
+    }
+
+    /// A share of what smaller variants answered is compared with the best one's answer.
+    fn shadow(&self) {
+        let route = &self.shared.route;
+        let (Some(alias), [part]) = (&route.alias, self.parts.as_slice()) else {
+            return;
+        };
+        let request = &self.shared.request;
+        let plain = request.prompts.len() == 1 && request.logprobs.is_none() && !request.echo;
+        if !plain || !request.is_deterministic() || part.cached_answer || part.degraded || !part.is_smaller(alias) {
+            return;
+        }
+        let (Some(number), Some(answer)) = (alias.number(&part.pool), part.text()) else {
+            return;
+        };
+        shadow::consider(&self.plane, alias, || Compared {
+            alias: alias.clone(),
+            number,
+            request: request.clone(),
+            features: route.features.unwrap_or_default(),
+            expected: route.expected,
+            answer,
+        });
+    }
+
+    fn poll_each(&mut self, context: &mut Context<'_>, sink: &mut impl Sink) -> Result<Poll<Step>, ApiError> {
         let (mut progress, mut done) = (false, true);
         for part in &mut self.parts {
             if matches!(part.state, State::Over) {
@@ -266,15 +449,79 @@ impl Generation {
             match part.poll(context, &mut sink, &self.open) {
                 Poll::Pending => {}
                 Poll::Ready(Ok(())) => progress = true,
-                Poll::Ready(Err(error)) => return Poll::Ready(Step::Failed(error)),
+                Poll::Ready(Err(error)) => return Err(error),
             }
             done &= matches!(part.state, State::Over);
         }
-        match (done, progress) {
+        Ok(match (done, progress) {
             (true, _) => Poll::Ready(Step::Done),
             (false, true) => Poll::Ready(Step::More),
             (false, false) => Poll::Pending,
+        })
+    }
+
+    fn poll_turning(&mut self, context: &mut Context<'_>) -> Poll<Result<(), ApiError>> {
+        let Some(turning) = &mut self.turning else {
+            return Poll::Ready(Ok(()));
+        };
+        let turned = ready!(turning.as_mut().poll(context));
+        self.turning = None;
+        let started = turned.and_then(|(shared, prompts)| {
+            self.open.books.prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len() as u32).sum();
+            self.parts = start(&self.plane, &shared, prompts, &self.open, &self.fell)?;
+            self.shared = shared;
+            Ok(())
+        });
+        Poll::Ready(started)
+    }
+
+    /// Takes the next hop, while nothing was shown and where another variant may do what this one couldn't. True when it has.
+    fn fall(&mut self, error: &ApiError) -> bool {
+        let route = &self.shared.route;
+        let shown = self.parts.iter().any(Part::is_shown);
+        let late = self.shared.deadline.is_some_and(|deadline| deadline <= Instant::now());
+        if shown || late || route.alias.is_none() || reason(error.code).is_empty() {
+            return false;
         }
+        for part in &mut self.parts {
+            part.stop(error);
+            self.fell.wasted_tokens += part.answer.completion_tokens() + std::mem::take(&mut part.wasted_tokens);
+            part.answer.reset(&part.shared.model.tokenizer);
+            self.fell.avoid.append(&mut part.avoid);
+            self.fell.epoch = self.fell.epoch.max(part.epoch);
+        }
+        let failed = self.parts.iter().find(|part| !part.pool.is_empty());
+        self.fell.give_up(route, failed.map_or("", |part| part.pool.as_str()));
+        if let Some(hop) = self.fell.next(route) {
+            self.fell.hop = hop;
+            self.fell.reason = reason(error.code);
+            let (base, more) = (self.shared.base.clone(), self.fell.has_more(route));
+            self.turning = Some(Box::pin(turn(self.plane.clone(), base, hop, more)));
+            return true;
+        }
+        self.resort(error)
+    }
+
+    /// No variant serves it: an answer that was given before, or a text for such times, where the configuration has them.
+    fn resort(&mut self, error: &ApiError) -> bool {
+        let Some(alias) = self.shared.route.alias.clone() else {
+            return false;
+        };
+        let named = |step: &str| alias.config.fallback.iter().any(|each| each == step);
+        if named(CACHED) && !std::mem::replace(&mut self.fell.cached, true) {
+            self.fell.reason = CACHED;
+            self.parts.iter_mut().for_each(|part| part.recall(error, &alias));
+            return true;
+        }
+        let free = self.shared.request.guided.is_none() && self.shared.request.logprobs.is_none();
+        if named(DEGRADED) && free && !std::mem::replace(&mut self.fell.degraded, true) {
+            self.fell.reason = DEGRADED;
+            self.parts
+                .iter_mut()
+                .for_each(|part| part.degrade(&alias.config.degraded_text));
+            return true;
+        }
+        false
     }
 
     /// The deadline, workers that have fallen silent, and the end of the process.
@@ -309,7 +556,7 @@ impl Generation {
             if deadline.is_some_and(|deadline| deadline <= now) {
                 return Poll::Ready(Step::Failed(deadline_exceeded()));
             }
-            let mut longest = Duration::ZERO;
+            let (mut longest, mut failed) = (Duration::ZERO, None);
             for part in &mut self.parts {
                 let State::Running(run) = &part.state else { continue };
                 let silence = run.silence();
@@ -319,7 +566,8 @@ impl Generation {
                 }
                 let reason = format!("the worker has been silent for {:.1} s", silence.as_secs_f64());
                 if let Err(error) = part.lost(&reason, &self.open) {
-                    return Poll::Ready(Step::Failed(error));
+                    failed = Some(error);
+                    break;
                 }
                 // Its new question must be polled.
                 context.waker().wake_by_ref();
@@ -328,6 +576,12 @@ impl Generation {
             timer
                 .as_mut()
                 .reset(deadline.map_or(next, |deadline| deadline.min(next)).into());
+            if let Some(error) = failed {
+                if !self.fall(&error) {
+                    return Poll::Ready(Step::Failed(error));
+                }
+                context.waker().wake_by_ref();
+            }
         }
     }
 
@@ -336,9 +590,38 @@ impl Generation {
         let sum = |count: fn(&Part) -> u32| self.parts.iter().map(count).sum();
         books.completion_tokens = sum(|part| part.answer.completion_tokens());
         books.cached_prompt_tokens = sum(|part| part.cached_prompt_tokens);
-        books.wasted_tokens = sum(|part| part.wasted_tokens);
+        books.wasted_tokens = self.fell.wasted_tokens + sum(|part| part.wasted_tokens);
         books.cached_answer = self.parts.iter().all(|part| part.cached_answer);
         books.first = self.parts.iter().filter_map(|part| part.first).min();
+    }
+
+    /// Whose worker answered, and why it was not that of the variant it was meant for. Nobody's where there is only one.
+    pub fn served(&self) -> Option<Served<'_>> {
+        let route = &self.shared.route;
+        route.alias.as_ref()?;
+        let part = self.parts.first()?;
+        let variant = if part.degraded { "" } else { part.pool.as_str() };
+        let fallback = match variant == route.meant.name {
+            true => "",
+            // A better one had room when that one had none.
+            false if self.fell.reason.is_empty() => reason(ErrorCode::Overloaded),
+            false => self.fell.reason,
+        };
+        Some(Served { variant, fallback })
+    }
+
+    /// Writes down who answered, for those who watch its name's variants.
+    fn account(&self) {
+        let route = &self.shared.route;
+        let Some(alias) = &route.alias else { return };
+        let now_s = self.plane.routes.now_s();
+        for part in self.parts.iter().filter(|part| !part.cached_answer && !part.degraded) {
+            let ttft_s = part.first.map(|first| self.open.since_arrival_s(first));
+            alias.ended(now_s, &part.pool, Ended { failed: false, ttft_s });
+        }
+        if let Some(Served { variant, fallback }) = self.served() {
+            routes::count(&self.plane.metrics, route, variant, fallback);
+        }
     }
 }
 
@@ -356,6 +639,86 @@ impl Drop for Generation {
             self.open.fail(&error);
         }
     }
+}
+
+/// Who answered a request of a name with several variants.
+#[derive(Clone, Copy, Debug)]
+pub struct Served<'a> {
+    /// The variant; empty for a text that none made.
+    pub variant: &'a str,
+    /// Why it is not the one that the request was meant for; empty when it is.
+    pub fallback: &'static str,
+}
+
+/// What serves when no variant does, as the configuration names it.
+const CACHED: &str = "cached";
+const DEGRADED: &str = "degraded";
+
+/// Why a request falls to the next variant, for people; empty for what no other variant would mend.
+fn reason(code: ErrorCode) -> &'static str {
+    match code {
+        ErrorCode::Overloaded => "overloaded",
+        ErrorCode::Unavailable | ErrorCode::WorkerLost | ErrorCode::Internal => "failed",
+        ErrorCode::ContextLengthExceeded => "too_long",
+        _ => "",
+    }
+}
+
+impl Fell {
+    /// That hop did not serve it. `pool`: whose worker failed it; empty when none of those that were asked had one for it.
+    fn give_up(&mut self, route: &Route, pool: &str) {
+        self.tried |= 1 << self.hop;
+        let asked = route.together(self.hop);
+        let failed = |hop: &usize| pool.is_empty() || route.hops[*hop].name == pool;
+        asked.into_iter().filter(failed).for_each(|hop| self.tried |= 1 << hop);
+    }
+
+    /// The first hop that may still be of use.
+    fn next(&self, route: &Route) -> Option<usize> {
+        (0..route.hops.len()).find(|hop| self.tried & (1 << hop) == 0)
+    }
+
+    /// Something is left, beside the pools that are asked now, that could serve it.
+    fn has_more(&self, route: &Route) -> bool {
+        let asked = route
+            .together(self.hop)
+            .into_iter()
+            .fold(self.tried, |tried, hop| tried | 1 << hop);
+        let named = |alias: &Arc<Alias>| {
+            alias
+                .config
+                .fallback
+                .iter()
+                .any(|step| step == CACHED || step == DEGRADED)
+        };
+        asked.trailing_ones() < route.hops.len() as u32 || route.alias.as_ref().is_some_and(named)
+    }
+}
+
+/// Makes the request ready for a hop of its route.
+async fn turn(
+    plane: Arc<Plane>,
+    base: Arc<Base>,
+    hop: usize,
+    more: bool,
+) -> Result<(Arc<Shared>, Vec<PromptIds>), ApiError> {
+    let shared = Arc::new(Shared::new(&plane, &base, hop, more));
+    let prompts = encode(&plane, &shared).await?;
+    Ok((shared, prompts))
+}
+
+/// Starts every part.
+fn start(
+    plane: &Arc<Plane>,
+    shared: &Arc<Shared>,
+    prompts: Vec<PromptIds>,
+    open: &OpenRequest,
+    fell: &Fell,
+) -> Result<Vec<Part>, ApiError> {
+    let parts = prompts.into_iter().enumerate();
+    parts
+        .map(|(index, prompt)| Part::new(plane, shared, index, prompt, open, fell))
+        .collect()
 }
 
 /// The prompts' ids and blocks; long ones are worked on away from the threads that serve streams.
@@ -398,6 +761,7 @@ impl Part {
         index: usize,
         prompt: PromptIds,
         open: &OpenRequest,
+        fell: &Fell,
     ) -> Result<Self, ApiError> {
         let request = &shared.request;
         let max_tokens = request.resolve_max_tokens(prompt.ids.len(), shared.context_tokens)?;
@@ -418,7 +782,7 @@ impl Part {
             stop_set: Arc::new(StopSet::new(&request.stopping.stop, request.stopping.include_stop)),
             max_tokens,
             min_tokens: request.stopping.min_tokens,
-            entries: request.logprobs.is_some() || request.door == crate::request::Door::Native,
+            entries: request.logprobs.is_some() || request.door == Door::Native,
             skip_special: true,
             shown_ids: shared.model.tool_mark_ids.clone(),
             tools: request.tool_rules(shared.model.tool_format, rand::random),
@@ -435,15 +799,17 @@ impl Part {
             state: State::Over,
             deltas: Vec::new(),
             lead: None,
+            pool: String::new(),
             run_span: None,
-            epoch: 0,
+            epoch: fell.epoch,
             attempts: 0,
             resumes: 0,
-            avoid: Vec::new(),
+            avoid: fell.avoid.clone(),
             echoed: !request.echo,
             cached_prompt_tokens: 0,
             wasted_tokens: 0,
             cached_answer: false,
+            degraded: false,
             first: None,
         };
         part.start(open);
@@ -461,7 +827,7 @@ impl Part {
                 prompt_tokens: self.prompt_ids.len() as u32,
                 choices: Vec::new(),
             };
-            self.state = State::Opening(Box::pin(async move { Ok(Opened::Replay(echo)) }));
+            self.state = State::Opening(Box::pin(async move { Ok(Opened::Replay(echo, Origin::Nothing)) }));
             return;
         }
         let attempt = Attempt {
@@ -469,7 +835,8 @@ impl Part {
             shared: self.shared.clone(),
             submit: self.submit(),
             ask: self.ask(),
-            key: (self.epoch == 1 && self.is_cacheable()).then(|| self.key()),
+            key: (self.attempts == 1 && self.is_cacheable()).then(|| self.key(&self.shared.model)),
+            patience: self.shared.patience.filter(|_| self.committed().is_empty()),
             parent: open.span.parent(),
         };
         self.state = State::Opening(Box::pin(attempt.open()));
@@ -482,11 +849,18 @@ impl Part {
         self.plane.cache.is_some() && request.is_deterministic() && !request.bypass_cache && stores_all
     }
 
-    fn key(&self) -> [u8; 32] {
-        let model = &self.shared.model;
+    /// The name of what that model answers, which reads as ours does.
+    fn key(&self, model: &Model) -> [u8; 32] {
+        let own = model.name == self.shared.model.name;
+        let other = if own {
+            String::new()
+        } else {
+            self.plane.version(&model.name)
+        };
         let scope = blocks::Scope {
             tenant: &self.shared.tenant.name,
-            model_version: &self.shared.model_version,
+            model: &model.name,
+            model_version: if own { &self.shared.model_version } else { &other },
             tokenizer: model.tokenizer.hash(),
             template: &model.template_sha256,
             eos_ids: &self.shared.eos_ids,
@@ -546,7 +920,11 @@ impl Part {
             request_id: self.shared.request_id.clone(),
             tenant: self.shared.tenant.name.clone(),
             class: class(request.class) as i32,
-            pools: vec![self.shared.model.name.clone()],
+            pools: match committed {
+                0 => self.shared.pools.clone(),
+                // What has begun goes on with the same variant.
+                _ => vec![self.pool.clone()],
+            },
             prompt_tokens: self.prompt_ids.len() as u32 + committed,
             block_hashes: self.block_hashes.clone(),
             max_tokens: self.max_tokens - committed,
@@ -557,6 +935,7 @@ impl Part {
             // A resumed answer has had its first token.
             ttft_target_ms: request.ttft_target_ms.filter(|_| committed == 0),
             tpot_target_ms: request.tpot_target_ms,
+            shadow: self.shared.is_shadow,
             ..Ask::default()
         }
     }
@@ -575,13 +954,14 @@ impl Part {
                         self.state = State::Over;
                         return Poll::Ready(Err(self.refused(error)));
                     }
-                    Ok(Opened::Replay(answer)) => {
-                        self.replay(answer, sink)?;
+                    Ok(Opened::Replay(answer, origin)) => {
+                        self.replay(answer, origin, sink)?;
                         return Poll::Ready(Ok(()));
                     }
-                    Ok(Opened::Run { run, span, lead }) => {
+                    Ok(Opened::Run { run, span, lead, pool }) => {
                         self.plane.metrics.attempts.inc();
                         self.run_span = Some(span);
+                        self.pool = pool;
                         // A later attempt has no lookup of its own; the lead stays with the request.
                         self.lead = self.lead.take().or(lead);
                         self.state = State::Running(run);
@@ -691,10 +1071,11 @@ impl Part {
         (0..self.shared.request.sampling.n).for_each(|choice| sink.delta(choice, &text, &[]));
     }
 
-    fn replay(&mut self, answer: proto::Answer, sink: &mut impl Sink) -> Result<(), ApiError> {
+    fn replay(&mut self, answer: proto::Answer, origin: Origin, sink: &mut impl Sink) -> Result<(), ApiError> {
         self.state = State::Over;
         self.echo(sink);
         if self.max_tokens == 0 {
+            self.pool.clone_from(&self.shared.model.name);
             let finish = Finish {
                 outcome: Outcome::Length,
                 stop_string: None,
@@ -703,8 +1084,11 @@ impl Part {
             (0..self.shared.request.sampling.n).for_each(|choice| sink.finish(choice, &finish));
             return Ok(());
         }
-        self.cached_answer = true;
-        self.cached_prompt_tokens = self.prompt_ids.len() as u32;
+        if let Origin::Cache(pool) = origin {
+            self.cached_answer = true;
+            self.cached_prompt_tokens = self.prompt_ids.len() as u32;
+            self.pool = pool;
+        }
         self.first = Some(Instant::now());
         for delta in Answer::replay(answer) {
             self.answer
@@ -720,9 +1104,68 @@ impl Part {
     /// Every choice has ended: the worker is told if it doesn't know, and the answer may be given again.
     fn finish(&mut self) {
         self.stop_run(Outcome::Stop);
-        if let Some(lead) = self.lead.take() {
+        // An answer of another variant is not what was asked for under that name.
+        let own = self.pool == self.shared.model.name;
+        if let Some(lead) = self.lead.take().filter(|_| own) {
             lead.fill(self.answer.stored(self.prompt_ids.len() as u32));
         }
+    }
+
+    /// A variant of less quality than the best has it.
+    fn is_smaller(&self, alias: &Alias) -> bool {
+        let number = alias.number(&self.pool);
+        number.is_some_and(|number| number > 0 && alias.variants[number].is_own())
+    }
+
+    /// The only choice's text.
+    fn text(&self) -> Option<String> {
+        let ids = self.answer.committed()?;
+        Some(self.shared.model.tokenizer.decode(ids, true))
+    }
+
+    /// Something has left: no other variant may take over.
+    fn is_shown(&self) -> bool {
+        self.answer.is_shown() || (self.shared.request.echo && self.echoed)
+    }
+
+    /// Looks for an answer that a variant gave before; without one, the error stands.
+    fn recall(&mut self, error: &ApiError, alias: &Alias) {
+        let mut keys = Vec::new();
+        if self.is_cacheable() {
+            let alike = |variant: &&routes::Variant| {
+                variant.model.name != self.shared.model.name && variant.model.reads_like(&self.shared.model)
+            };
+            let others = alias.variants.iter().filter(alike);
+            keys.extend(others.map(|variant| (variant.model.name.clone(), self.key(&variant.model))));
+        }
+        let (cache, error) = (self.plane.cache.clone(), error.clone());
+        self.state = State::Opening(Box::pin(async move {
+            let Some(cache) = cache else { return Err(error) };
+            for (name, key) in keys {
+                let asked = cache.ask(key.to_vec().into(), String::new());
+                // Whoever is generating it may be waiting as we were.
+                if let Ok(Found::Hit(answer)) = tokio::time::timeout(RECALL, asked).await {
+                    return Ok(Opened::Replay(answer, Origin::Cache(name)));
+                }
+            }
+            Err(error)
+        }));
+    }
+
+    /// Answers with a text that no model made.
+    fn degrade(&mut self, text: &str) {
+        self.degraded = true;
+        let ids = self.shared.model.tokenizer.encode(text);
+        let choice = proto::answer::Choice {
+            ids,
+            outcome: Outcome::Stop as i32,
+            ..Default::default()
+        };
+        let answer = proto::Answer {
+            prompt_tokens: self.prompt_ids.len() as u32,
+            choices: vec![choice; self.shared.request.sampling.n as usize],
+        };
+        self.state = State::Opening(Box::pin(async move { Ok(Opened::Replay(answer, Origin::Configured)) }));
     }
 
     fn stop_run(&mut self, reason: Outcome) {
@@ -750,6 +1193,7 @@ impl Part {
             span.fail(failure.openai_code().to_owned());
         }
         self.avoid_current();
+        self.blame();
         self.stop_run(Outcome::Failed);
         if !again {
             return Err(failure);
@@ -764,6 +1208,7 @@ impl Part {
             span.fail("worker_lost".to_owned());
         }
         self.avoid_current();
+        self.blame();
         self.stop_run(Outcome::WorkerLost);
         let config = &self.plane.config;
         if self.is_resumable() && self.resumes < config.resume_attempts {
@@ -794,6 +1239,17 @@ impl Part {
         self.start(open);
     }
 
+    /// The variant's worker failed it, whoever serves it in the end.
+    fn blame(&self) {
+        if let Some(alias) = &self.shared.route.alias {
+            let ended = Ended {
+                failed: true,
+                ttft_s: None,
+            };
+            alias.ended(self.plane.routes.now_s(), &self.pool, ended);
+        }
+    }
+
     fn avoid_current(&mut self) {
         if let State::Running(run) = &self.state {
             self.avoid.push(run.instance_id().to_owned());
@@ -820,6 +1276,8 @@ struct Attempt {
     ask: Ask,
     /// When the answer may be looked up.
     key: Option<[u8; 32]>,
+    /// So long a worker is waited for.
+    patience: Option<Duration>,
     /// Of the stages' spans.
     parent: Parent,
 }
@@ -827,13 +1285,21 @@ struct Attempt {
 impl Attempt {
     async fn open(mut self) -> Result<Opened, ApiError> {
         let lead = match self.look_up().await {
-            Found::Hit(answer) => return Ok(Opened::Replay(answer)),
+            Found::Hit(answer) => {
+                return Ok(Opened::Replay(answer, Origin::Cache(self.shared.model.name.clone())));
+            }
             Found::Lead(lead) => Some(lead),
             Found::Nothing => None,
         };
         let mut span = self.parent.child("place", SpanKind::Client);
         self.ask.trace = trace(&span);
-        let placed = self.plane.scheduler.place(self.ask, self.shared.deadline).await;
+        let placing = self.plane.scheduler.place(self.ask, self.shared.deadline);
+        let placed = match self.patience {
+            None => placing.await,
+            Some(patience) => tokio::time::timeout(patience, placing)
+                .await
+                .unwrap_or_else(|_| Err(waited(patience))),
+        };
         let (grant, lease) = placed.inspect_err(|error| span.fail(error.openai_code().to_owned()))?;
         span.set("headrace.worker", grant.worker_id.clone());
         span.set("headrace.queue_s", f64::from(grant.queue_s));
@@ -852,12 +1318,17 @@ impl Attempt {
         let mut span = self.parent.child("run", SpanKind::Client);
         span.set("headrace.worker", grant.worker_id);
         span.set("headrace.epoch", i64::from(self.submit.epoch));
+        let pool = match grant.pool.is_empty() {
+            true => self.shared.model.name.clone(),
+            false => grant.pool,
+        };
+        self.submit.model.clone_from(&pool);
         self.submit.lease = grant.lease;
         self.submit.time_left_ms = left_ms(self.shared.deadline);
         self.submit.trace = trace(&span);
         let link = self.plane.workers.link(&grant.instance_id, &grant.address);
         let run = link.submit(self.submit, Some(lease));
-        Ok(Opened::Run { run, span, lead })
+        Ok(Opened::Run { run, span, lead, pool })
     }
 
     async fn look_up(&self) -> Found {
@@ -915,6 +1386,11 @@ fn worker_error(finish: &proto::token_delta::Finish) -> ApiError {
     }
 }
 
+fn waited(patience: Duration) -> ApiError {
+    let message = format!("no worker had room within {} s", patience.as_secs_f64());
+    ApiError::new(ErrorCode::Overloaded, message).with_retry_after(Duration::from_secs(1))
+}
+
 fn deadline_exceeded() -> ApiError {
     ApiError::new(ErrorCode::DeadlineExceeded, "the request's deadline has passed")
 }
@@ -957,6 +1433,10 @@ impl<S: Sink> Sink for Offset<'_, S> {
 
     fn finish(&mut self, choice: u32, finish: &Finish) {
         self.sink.finish(self.first_choice + choice, finish);
+    }
+
+    fn model(&mut self, model: &Arc<Model>) {
+        self.sink.model(model);
     }
 }
 

@@ -9,6 +9,7 @@ use std::{
 };
 
 use futures_core::Stream;
+use headrace_core::routing::choice::Wish;
 use tokio::net::TcpListener;
 use tokio_stream::StreamExt as _;
 use tokio_util::sync::CancellationToken;
@@ -155,16 +156,16 @@ impl InferenceService for Inference {
             status(&error)
         };
         let known = self.identify(&metadata).and_then(|tenant| {
-            let model = plane.model_for(&tenant, &asked.model)?.clone();
-            Ok((tenant, model))
+            plane.model_for(&tenant, &asked.model)?;
+            Ok(tenant)
         });
-        let (tenant, model) = known.map_err(|error| refuse(&mut open, error))?;
-        let limits = plane.limits(&model);
+        let tenant = known.map_err(|error| refuse(&mut open, error))?;
         let drafted = draft(asked).and_then(|draft| {
             tenant.may(&draft.model, draft.class)?;
-            draft.validate(&limits)
+            let route = plane.route(&tenant, &draft)?;
+            Ok((draft.validate(&plane.limits(&route.hops[0]))?, route))
         });
-        let request = drafted.map_err(|error| refuse(&mut open, error))?;
+        let (request, route) = drafted.map_err(|error| refuse(&mut open, error))?;
         let asked_ms = [request.deadline, grpc_timeout(&metadata)];
         let deadline = asked_ms
             .into_iter()
@@ -174,13 +175,13 @@ impl InferenceService for Inference {
         let request_id = super::http::request_id(text(&metadata, "x-request-id"));
         let started = Started {
             request_id: request_id.clone(),
-            model: model.name.clone(),
+            model: request.model.clone(),
             prompt_tokens: 0,
             created_s: super::unix_s() as i64,
         };
         let call = Call {
             request,
-            model: model.clone(),
+            route,
             tenant,
             request_id,
             open,
@@ -188,7 +189,7 @@ impl InferenceService for Inference {
         };
         let generation = Generation::prepare(plane, call).await.map_err(|error| status(&error))?;
         let mut sink = GrpcSink {
-            model,
+            model: generation.model().clone(),
             events: VecDeque::new(),
         };
         let prompt_tokens = generation.prompt_tokens();
@@ -206,18 +207,25 @@ impl InferenceService for Inference {
     async fn list_models(&self, request: Request<ListModelsRequest>) -> Result<Response<ListModelsResponse>, Status> {
         let plane = &self.0;
         let tenant = self.identify(request.metadata()).map_err(|error| status(&error))?;
-        let describe = |name: &String| {
-            let model = plane.models.get(name)?;
-            Some(list_models_response::Model {
-                name: name.clone(),
-                context_tokens: plane.context_tokens(model),
+        let ready = |pool: &str| plane.pool(pool).map_or(0, |pool| pool.ready_workers);
+        let describe = |(name, model): (String, Arc<Model>)| {
+            let alias = plane.routes.get(&name);
+            let variants = alias.iter().flat_map(|alias| &alias.variants);
+            let variants: Vec<String> = variants.map(|variant| variant.model.name.clone()).collect();
+            list_models_response::Model {
+                context_tokens: plane.context_tokens(&model),
                 vocab_size: model.vocab_size,
-                ready_workers: plane.pool(name).map_or(0, |pool| pool.ready_workers),
+                ready_workers: match variants.is_empty() {
+                    true => ready(&name),
+                    false => variants.iter().map(|variant| ready(variant)).sum(),
+                },
                 tokenizer_sha256: model.tokenizer.hash().to_owned(),
-            })
+                name,
+                variants,
+            }
         };
-        let seen = plane.model_names.iter().filter(|name| tenant.sees(name));
-        let models = seen.filter_map(describe).collect();
+        let names = plane.names().into_iter();
+        let models = names.filter(|(name, _)| tenant.sees(name)).map(describe).collect();
         Ok(Response::new(ListModelsResponse { models }))
     }
 
@@ -231,7 +239,7 @@ impl InferenceService for Inference {
         };
         let result = async {
             let model = self.0.model_for(&tenant, &asked.model)?;
-            super::http::tokenize(&self.0, model, prompt?).await
+            super::http::tokenize(&self.0, &model, prompt?).await
         };
         let (ids, context_tokens) = result.await.map_err(|error| status(&error))?;
         Ok(Response::new(TokenizeResponse { ids, context_tokens }))
@@ -243,7 +251,7 @@ impl InferenceService for Inference {
         let result = self
             .0
             .model_for(&tenant, &asked.model)
-            .and_then(|model| super::http::detokenize(model, &asked.ids, asked.skip_special));
+            .and_then(|model| super::http::detokenize(&model, &asked.ids, asked.skip_special));
         let text = result.map_err(|error| status(&error))?;
         Ok(Response::new(DetokenizeResponse { text }))
     }
@@ -274,7 +282,7 @@ impl Stream for Answering {
             match ready!(generation.poll(context, &mut this.sink)) {
                 Step::More => {}
                 Step::Done => {
-                    let books = generation.books();
+                    let (books, served) = (generation.books(), generation.served());
                     let usage = Usage {
                         prompt_tokens: books.prompt_tokens,
                         cached_prompt_tokens: books.cached_prompt_tokens,
@@ -283,6 +291,8 @@ impl Stream for Answering {
                     this.sink.put(Event::Usage(FinalUsage {
                         usage: Some(usage),
                         cached_answer: books.cached_answer,
+                        variant: served.map_or(String::new(), |served| served.variant.to_owned()),
+                        fallback: served.map_or(String::new(), |served| served.fallback.to_owned()),
                     }));
                     this.generation = None;
                 }
@@ -363,6 +373,10 @@ impl Sink for GrpcSink {
             stop_id: finish.stop_id,
         }));
     }
+
+    fn model(&mut self, model: &Arc<Model>) {
+        self.model = model.clone();
+    }
 }
 
 /// JSON and people have no infinity.
@@ -432,6 +446,17 @@ fn draft(asked: GenerateRequest) -> Result<Draft, ApiError> {
         Ok(proto::RequestClass::Batch) => Class::Batch,
         Ok(proto::RequestClass::Standard | proto::RequestClass::Unspecified) => Class::Standard,
         Err(_) => return Err(ApiError::invalid("class", format!("{} is not a class", asked.class))),
+    };
+    draft.quality = match proto::Quality::try_from(asked.quality) {
+        Ok(proto::Quality::Unspecified) => None,
+        Ok(proto::Quality::Full) => Some(Wish::Full),
+        Ok(proto::Quality::Tolerant) => Some(Wish::Tolerant),
+        Err(_) => {
+            return Err(ApiError::invalid(
+                "quality",
+                format!("{} is not a quality", asked.quality),
+            ))
+        }
     };
     draft.deadline = (asked.deadline_ms > 0).then(|| Duration::from_millis(asked.deadline_ms.into()));
     draft.ttft_target_ms = asked.ttft_target_ms.map(f64::from);

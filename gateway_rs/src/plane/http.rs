@@ -22,7 +22,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 
 use super::{
-    generation::{Call, Generation, Step},
+    generation::{Call, Generation, Served, Step},
     metrics::Door,
     model::Model,
     open::OpenRequest,
@@ -33,7 +33,7 @@ use super::{
 use crate::{
     error::{ApiError, ErrorCode},
     openai::{
-        chat, completions, parse_class,
+        chat, completions, parse_class, parse_quality,
         tokens::{detokenize_body, parse_detokenize, parse_tokenize, tokenize_body},
         write::AnswerKind,
     },
@@ -45,9 +45,13 @@ type SharedPlane = State<Arc<Plane>>;
 /// Header names of ours, with [`TTFT_HEADER`] and [`TPOT_HEADER`]. `traceparent` and `x-request-id` are everybody's.
 const DEADLINE: &str = "x-headrace-deadline-ms";
 const CLASS: &str = "x-headrace-class";
+const QUALITY: &str = "x-headrace-quality";
 const CACHE: &str = "x-headrace-cache";
 const SESSION: &str = "x-headrace-session";
 const CACHED: &str = "x-headrace-cached";
+/// Who answered, where a model has several variants, and why it was not the one that the request was meant for.
+const VARIANT: &str = "x-headrace-variant";
+const FALLBACK: &str = "x-headrace-fallback";
 const REQUEST_ID: &str = "x-request-id";
 /// At the inner door: in whose name, its bytes in hexadecimal digits. Elsewhere it means nothing.
 const TENANT: &str = "x-headrace-tenant";
@@ -74,6 +78,7 @@ pub fn routes(plane: Arc<Plane>) -> Router {
         )
         .route("/v1/models", get(models))
         .route("/v1/models/{model}", get(model))
+        .route("/routes", get(route_states))
         .route(
             "/tokenize",
             post(|State(plane): SharedPlane, request: Request| wrap_tokenize(plane, request)),
@@ -134,24 +139,26 @@ async fn answer(
     )?;
     let checked = drafted.and_then(|(draft, tenant)| {
         tenant.may(&draft.model, draft.class)?;
-        let model = plane.model(&draft.model)?.clone();
-        Ok((draft.validate(&plane.limits(&model))?, model, tenant))
+        let route = plane.route(&tenant, &draft)?;
+        Ok((draft.validate(&plane.limits(&route.hops[0]))?, route, tenant))
     });
-    let (request, model, tenant) = checked.inspect_err(|error| open.fail(error))?;
+    let (request, route, tenant) = checked.inspect_err(|error| open.fail(error))?;
     let deadline = request.deadline.and_then(|left| arrived.checked_add(left));
     let (stream, include_usage, choices) = (request.stream, request.include_usage, request.total_choices());
+    let name = request.model.clone();
     let call = Call {
         request,
-        model: model.clone(),
+        route,
         tenant,
         request_id: request_id.to_owned(),
         open,
         deadline,
     };
     let generation = Generation::prepare(plane, call).await?;
+    let model = generation.model().clone();
     match stream {
-        true => stream_answer(generation, Events::new(kind, model, choices, include_usage)).await,
-        false => whole_answer(generation, kind, &model, choices).await,
+        true => stream_answer(generation, Events::new(kind, &name, model, choices, include_usage)).await,
+        false => whole_answer(generation, kind, &name, choices).await,
     }
 }
 
@@ -163,9 +170,11 @@ async fn stream_answer(mut generation: Generation, mut events: Events) -> Result
             return Err(error.clone());
         }
     }
-    let cached = generation.books().cached_answer;
+    let mut marked = HeaderMap::new();
+    mark(&mut marked, &generation);
     let body = SseBody::new(generation, events, step);
     let mut response = Response::new(Body::new(body));
+    *response.headers_mut() = marked;
     let headers = response.headers_mut();
     headers.insert(
         CONTENT_TYPE,
@@ -174,17 +183,16 @@ async fn stream_answer(mut generation: Generation, mut events: Events) -> Result
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // Proxies that buffer would undo the streaming.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-    mark_cached(&mut response, cached);
     Ok(response)
 }
 
 async fn whole_answer(
     mut generation: Generation,
     kind: AnswerKind,
-    model: &Arc<Model>,
+    name: &str,
     choices: usize,
 ) -> Result<Response, ApiError> {
-    let mut collected = Collected::new(choices);
+    let mut collected = Collected::new(generation.model().clone(), choices);
     loop {
         match poll_fn(|context| generation.poll(context, &mut collected)).await {
             Step::More => {}
@@ -192,14 +200,23 @@ async fn whole_answer(
             Step::Failed(error) => return Err(error),
         }
     }
-    let mut response = json(StatusCode::OK, collected.body(kind, model, generation.books()));
-    mark_cached(&mut response, generation.books().cached_answer);
+    let mut response = json(StatusCode::OK, collected.body(kind, name, generation.books()));
+    mark(response.headers_mut(), &generation);
     Ok(response)
 }
 
-fn mark_cached(response: &mut Response, cached: bool) {
-    if cached {
-        response.headers_mut().insert(CACHED, HeaderValue::from_static("true"));
+/// Says where an answer comes from.
+fn mark(headers: &mut HeaderMap, generation: &Generation) {
+    if generation.books().cached_answer {
+        headers.insert(CACHED, HeaderValue::from_static("true"));
+    }
+    if let Some(Served { variant, fallback }) = generation.served() {
+        if let Ok(variant) = HeaderValue::from_str(variant) {
+            headers.insert(VARIANT, variant);
+        }
+        if !fallback.is_empty() {
+            headers.insert(FALLBACK, HeaderValue::from_static(fallback));
+        }
     }
 }
 
@@ -273,6 +290,9 @@ async fn draft(plane: &Plane, kind: AnswerKind, headers: &HeaderMap, body: Bytes
     if let Some(text) = asked(headers, CLASS) {
         draft.class = parse_class(text, CLASS)?;
     }
+    if let Some(text) = asked(headers, QUALITY) {
+        draft.quality = Some(parse_quality(text, QUALITY)?);
+    }
     match asked(headers, CACHE) {
         None => {}
         Some("bypass") => draft.bypass_cache = true,
@@ -292,7 +312,7 @@ async fn wrap_tokenize(plane: Arc<Plane>, request: Request) -> Response {
         let body = read(&plane, &parts.headers, body).await?;
         let asked = plane.compute.run(body.len(), move || parse_tokenize(&body)).await?;
         let model = plane.model_for(&tenant, &asked.model)?;
-        tokenize(&plane, model, asked.prompt).await
+        tokenize(&plane, &model, asked.prompt).await
     };
     match result.await {
         Ok((ids, context_tokens)) => json(StatusCode::OK, tokenize_body(&ids, context_tokens)),
@@ -307,7 +327,7 @@ async fn wrap_detokenize(plane: Arc<Plane>, request: Request) -> Response {
         let tenant = identify(&plane, &parts.headers, &parts.extensions)?;
         let body = read(&plane, &parts.headers, body).await?;
         let asked = plane.compute.run(body.len(), move || parse_detokenize(&body)).await?;
-        detokenize(plane.model_for(&tenant, &asked.model)?, &asked.ids, false)
+        detokenize(&*plane.model_for(&tenant, &asked.model)?, &asked.ids, false)
     };
     match result.await {
         Ok(text) => json(StatusCode::OK, detokenize_body(&text)),
@@ -342,11 +362,10 @@ async fn models(State(plane): SharedPlane, request: Request) -> Response {
         Ok(tenant) => tenant,
         Err(error) => return failure(&error),
     };
-    let models: Vec<_> = plane
-        .model_names
-        .iter()
-        .filter(|name| tenant.sees(name))
-        .filter_map(|name| describe(&plane, name))
+    let names = plane.names().into_iter();
+    let models: Vec<_> = names
+        .filter(|(name, _)| tenant.sees(name))
+        .map(|(name, model)| describe(&plane, &name, &model))
         .collect();
     json(
         StatusCode::OK,
@@ -356,8 +375,8 @@ async fn models(State(plane): SharedPlane, request: Request) -> Response {
 
 async fn model(State(plane): SharedPlane, Path(name): Path<String>, request: Request) -> Response {
     let found = identify(&plane, request.headers(), request.extensions()).and_then(|tenant| {
-        let seen = tenant.sees(&name).then(|| describe(&plane, &name)).flatten();
-        seen.ok_or_else(|| ApiError::model_not_found(&name))
+        let model = plane.model_for(&tenant, &name)?;
+        Ok(describe(&plane, &name, &model))
     });
     match found {
         Ok(model) => json(StatusCode::OK, model.to_string()),
@@ -365,15 +384,31 @@ async fn model(State(plane): SharedPlane, Path(name): Path<String>, request: Req
     }
 }
 
-fn describe(plane: &Plane, name: &str) -> Option<serde_json::Value> {
-    let model = plane.models.get(name)?;
-    Some(serde_json::json!({
+/// How names with several variants stand.
+async fn route_states(State(plane): SharedPlane, request: Request) -> Response {
+    let tenant = match identify(&plane, request.headers(), request.extensions()) {
+        Ok(tenant) => tenant,
+        Err(error) => return failure(&error),
+    };
+    let ready = |pool: &str| plane.pool(pool).map_or(0, |pool| pool.ready_workers);
+    let (table, now_s) = (plane.routes.table(), plane.routes.now_s());
+    let seen = table
+        .names
+        .iter()
+        .filter(|name| tenant.sees(name))
+        .filter_map(|name| table.get(name));
+    let states: Vec<_> = seen.map(|alias| alias.status(now_s, ready)).collect();
+    json(StatusCode::OK, serde_json::json!({ "aliases": states }).to_string())
+}
+
+fn describe(plane: &Plane, name: &str, model: &Model) -> serde_json::Value {
+    serde_json::json!({
         "id": name,
         "object": "model",
         "created": plane.started_s,
         "owned_by": "headrace",
         "max_model_len": plane.context_tokens(model),
-    }))
+    })
 }
 
 async fn health(State(plane): SharedPlane) -> Response {

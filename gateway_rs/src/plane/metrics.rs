@@ -24,6 +24,8 @@ const DURATION_S: [f64; 14] = [
 pub enum Door {
     Http,
     Grpc,
+    /// Nobody's: the router asks itself, to measure quality.
+    Shadow,
 }
 
 /// `model` is a configured name or "other".
@@ -42,7 +44,7 @@ pub struct RequestLabels {
     pub outcome: &'static str,
 }
 
-/// `kind` is "prompt", "cached_prompt", "completion" or "wasted".
+/// `kind` is "prompt", "cached_prompt", "completion" or "wasted", or one of these after "shadow_".
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 #[allow(missing_docs)]
 pub struct TokenLabels {
@@ -57,6 +59,34 @@ pub struct LookupLabels {
     pub result: &'static str,
 }
 
+/// `variant` is a configured model or empty, `why` from a closed list.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct RouteLabels {
+    pub model: String,
+    pub variant: String,
+    pub why: &'static str,
+}
+
+/// `reason` is from a closed list.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct FallbackLabels {
+    pub model: String,
+    pub reason: &'static str,
+}
+
+/// Of one variant of a name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct VariantLabels {
+    pub model: String,
+    pub variant: String,
+}
+
+/// A number that is not whole.
+pub type Real = Gauge<f64, AtomicU64>;
+
 /// All series of the router.
 #[allow(missing_docs)]
 pub struct Metrics {
@@ -67,6 +97,13 @@ pub struct Metrics {
     pub tokens: Family<TokenLabels, Counter>,
     pub usage_mismatches: Counter,
     pub lookups: Family<LookupLabels, Counter>,
+    pub routed: Family<RouteLabels, Counter>,
+    pub fallbacks: Family<FallbackLabels, Counter>,
+    pub agreement: Family<VariantLabels, Real>,
+    pub agreement_low: Family<VariantLabels, Real>,
+    pub agreement_high: Family<VariantLabels, Real>,
+    pub agreement_samples: Family<VariantLabels, Gauge>,
+    pub threshold: Family<VariantLabels, Real>,
     pub attempts: Counter<u64, AtomicU64>,
     pub resumes: Counter,
     pub leases: Gauge,
@@ -87,6 +124,13 @@ impl Default for Metrics {
             tokens: Family::default(),
             usage_mismatches: Counter::default(),
             lookups: Family::default(),
+            routed: Family::default(),
+            fallbacks: Family::default(),
+            agreement: Family::default(),
+            agreement_low: Family::default(),
+            agreement_high: Family::default(),
+            agreement_samples: Family::default(),
+            threshold: Family::default(),
             attempts: Counter::default(),
             resumes: Counter::default(),
             leases: Gauge::default(),
@@ -103,6 +147,13 @@ impl Default for Metrics {
             tokens,
             usage_mismatches,
             lookups,
+            routed,
+            fallbacks,
+            agreement,
+            agreement_low,
+            agreement_high,
+            agreement_samples,
+            threshold,
             attempts,
             resumes,
             leases,
@@ -126,6 +177,45 @@ impl Default for Metrics {
             usage_mismatches.clone(),
         );
         registry.register("lookups", "Response cache lookups", lookups.clone());
+        registry.register(
+            "routed",
+            "Requests of names with several variants, by who answered and why it was meant to",
+            routed.clone(),
+        );
+        registry.register(
+            "fallbacks",
+            "Requests that were answered by another than the one they were meant for",
+            fallbacks.clone(),
+        );
+        for (name, help, family) in [
+            (
+                "agreement",
+                "Mean agreement of a smaller variant's answers with the best one's",
+                agreement,
+            ),
+            (
+                "agreement_low",
+                "Lower bound of the mean agreement, 95 %",
+                agreement_low,
+            ),
+            (
+                "agreement_high",
+                "Upper bound of the mean agreement, 95 %",
+                agreement_high,
+            ),
+            (
+                "threshold",
+                "Agreement to expect before a request goes to the variant",
+                threshold,
+            ),
+        ] {
+            registry.register(name, help, family.clone());
+        }
+        registry.register(
+            "agreement_samples",
+            "Answers that the mean agreement is of",
+            agreement_samples.clone(),
+        );
         registry.register(
             "attempts",
             "Requests handed to workers, retries included",
@@ -167,6 +257,16 @@ pub struct ModelMetrics {
     pub duration_s: Histogram,
 }
 
+/// The series of one variant's quality.
+#[allow(missing_docs)]
+pub struct QualityMetrics {
+    pub agreement: Real,
+    pub low: Real,
+    pub high: Real,
+    pub samples: Gauge,
+    pub threshold: Real,
+}
+
 impl Metrics {
     /// That model's series; zero when nothing was counted yet.
     pub fn of_model(&self, model: &str) -> ModelMetrics {
@@ -189,6 +289,35 @@ impl Metrics {
             tpot_s: self.tpot_s.get_or_create_owned(&label),
             duration_s: self.duration_s.get_or_create_owned(&label),
             model: model.to_owned(),
+        }
+    }
+
+    /// What is shown of a variant's quality.
+    pub fn quality_of(&self, labels: &VariantLabels) -> QualityMetrics {
+        QualityMetrics {
+            agreement: self.agreement.get_or_create_owned(labels),
+            low: self.agreement_low.get_or_create_owned(labels),
+            high: self.agreement_high.get_or_create_owned(labels),
+            samples: self.agreement_samples.get_or_create_owned(labels),
+            threshold: self.threshold.get_or_create_owned(labels),
+        }
+    }
+
+    /// The series of what measures a name's quality: its tokens are told apart, its times are nobody's.
+    pub fn of_shadows(&self, model: &str) -> ModelMetrics {
+        let tokens = |kind| {
+            let labels = TokenLabels {
+                model: model.to_owned(),
+                kind,
+            };
+            self.tokens.get_or_create_owned(&labels)
+        };
+        ModelMetrics {
+            prompt_tokens: tokens("shadow_prompt"),
+            cached_prompt_tokens: tokens("shadow_cached_prompt"),
+            completion_tokens: tokens("shadow_completion"),
+            wasted_tokens: tokens("shadow_wasted"),
+            ..self.of_model("shadow")
         }
     }
 

@@ -21,7 +21,9 @@ pub mod metrics;
 pub mod model;
 pub mod open;
 mod opening;
+pub mod routes;
 pub mod server;
+pub mod shadow;
 pub mod sse;
 pub mod tenants;
 pub mod tls;
@@ -47,6 +49,7 @@ use self::{
     links::{cache::Cache, scheduler::Scheduler, worker::Workers},
     metrics::{Metrics, ModelMetrics},
     model::Model,
+    routes::{Route, Routes},
     tenants::{Tenant, Tenants},
     tls::Tls,
     trace::Tracing,
@@ -54,7 +57,7 @@ use self::{
 use crate::{
     error::{ApiError, ErrorCode},
     proto::{fleet_view::Pool, ModelDescription},
-    request::Limits,
+    request::{Draft, Limits},
 };
 
 /// What all requests share.
@@ -65,6 +68,8 @@ pub struct Plane {
     pub models: HashMap<String, Arc<Model>>,
     /// In the order of the configuration.
     pub model_names: Vec<String>,
+    /// Names that several of them serve.
+    pub routes: Routes,
     /// Who asks.
     pub tenants: Arc<Tenants>,
     /// "Who runs it, and when?"
@@ -124,6 +129,8 @@ impl Plane {
             ..Default::default()
         };
         let blocks = Arc::new(RwLock::new(Blocks::new(limits, rand::random())));
+        let routes = Routes::new(models.clone());
+        routes.set(&config.aliases, &metrics)?;
         Ok(Arc::new(Self {
             tenants: Arc::new(Tenants::load(&config.tenants_file)?),
             scheduler: Scheduler::start(router_id.clone(), config.scheduler.clone(), tls.clone(), blocks.clone()),
@@ -136,6 +143,7 @@ impl Plane {
                 .map(|name| (name.clone(), Arc::new(metrics.of_model(name))))
                 .collect(),
             other_series: Arc::new(metrics.of_model("other")),
+            routes,
             metrics,
             tracing,
             draining: AtomicBool::new(false),
@@ -149,17 +157,47 @@ impl Plane {
         }))
     }
 
-    /// The model of that name. Errors: MODEL_NOT_FOUND.
-    pub fn model(&self, name: &str) -> Result<&Arc<Model>, ApiError> {
-        self.models.get(name).ok_or_else(|| ApiError::model_not_found(name))
+    /// The model of that name, or the best that serves it, if that tenant may know of it. Errors: MODEL_NOT_FOUND.
+    pub fn model_for(&self, tenant: &Tenant, name: &str) -> Result<Arc<Model>, ApiError> {
+        let best = || self.routes.get(name).map(|alias| alias.variants[0].model.clone());
+        let found = tenant.sees(name).then(|| self.models.get(name).cloned().or_else(best));
+        found.flatten().ok_or_else(|| ApiError::model_not_found(name))
     }
 
-    /// The model of that name, if that tenant may know of it. Errors: MODEL_NOT_FOUND.
-    pub fn model_for(&self, tenant: &Tenant, name: &str) -> Result<&Arc<Model>, ApiError> {
-        match tenant.sees(name) {
-            true => self.model(name),
-            false => Err(ApiError::model_not_found(name)),
+    /// Where a request goes. Errors: MODEL_NOT_FOUND.
+    pub fn route(&self, tenant: &Tenant, draft: &Draft) -> Result<Route, ApiError> {
+        if let Some(model) = self.models.get(&draft.model) {
+            return Ok(Route::only(model.clone()));
         }
+        let alias = self.routes.get(&draft.model);
+        let alias = alias.ok_or_else(|| ApiError::model_not_found(&draft.model))?;
+        let fleet = self.scheduler.fleet();
+        let ready = |pool: &str| fleet.get(pool).is_some_and(|pool| pool.ready_workers > 0);
+        self.routes.choose(&alias, tenant, draft, ready)
+    }
+
+    /// The names that clients can ask for, and the best model behind each; names with several variants first.
+    pub fn names(&self) -> Vec<(String, Arc<Model>)> {
+        let table = self.routes.table();
+        let aliases = table
+            .names
+            .iter()
+            .filter_map(|name| Some((name.clone(), table.get(name)?.variants[0].model.clone())));
+        let models = self
+            .model_names
+            .iter()
+            .filter_map(|name| Some((name.clone(), self.models.get(name)?.clone())));
+        aliases.chain(models).collect()
+    }
+
+    /// The weights behind a pool, and how they are run; empty when no worker has said.
+    pub fn version(&self, pool: &str) -> String {
+        let pool = self.pool(pool);
+        let description = pool.as_ref().and_then(|pool| pool.description.as_ref());
+        description.map_or_else(String::new, |description| {
+            let (engine, weights) = (&description.engine, &description.weights_sha256);
+            format!("{engine} {weights} {}", description.quantization)
+        })
     }
 
     /// The pool that serves a model, as the scheduler last described it.

@@ -104,6 +104,15 @@ impl Model {
         })
     }
 
+    /// Whether the same request has the same ids for it, prompt and answer: it may take the other's place.
+    pub fn reads_like(&self, other: &Self) -> bool {
+        self.tokenizer.hash() == other.tokenizer.hash()
+            && self.template_sha256 == other.template_sha256
+            && self.eos_ids == other.eos_ids
+            && self.bos_id == other.bos_id
+            && self.context_tokens >= other.context_tokens
+    }
+
     /// The ids of a request's prompt. Errors: what the template refuses, and a prompt that cannot fit.
     pub fn encode(&self, request: &Request, prompt: &Prompt, context_tokens: u32) -> Result<Vec<u32>, ApiError> {
         let param = if request.door == Door::Native {

@@ -57,7 +57,12 @@ impl OpenRequest {
         plane.admit()?;
         let open = plane.open.fetch_add(1, Ordering::Relaxed);
         plane.metrics.open_requests.inc();
-        let series = plane.series.get(model).unwrap_or(&plane.other_series);
+        let alias = plane.routes.get(model);
+        let series = match (&alias, door) {
+            (Some(alias), Door::Shadow) => &alias.shadow_series,
+            (Some(alias), _) => &alias.series,
+            (None, _) => plane.series.get(model).unwrap_or(&plane.other_series),
+        };
         let mut span = plane.tracing.root(operation, &series.model, traceparent);
         if span.is_recording() {
             span.set("gen_ai.operation.name", operation.to_owned());
@@ -84,6 +89,16 @@ impl OpenRequest {
             return Err(error);
         }
         Ok(request)
+    }
+
+    /// Nobody waits for it.
+    pub fn is_shadow(&self) -> bool {
+        self.door == Door::Shadow
+    }
+
+    /// From its arrival to that moment.
+    pub fn since_arrival_s(&self, moment: Instant) -> f32 {
+        moment.saturating_duration_since(self.arrived).as_secs_f32()
     }
 
     /// A stage of it.

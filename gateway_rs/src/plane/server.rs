@@ -28,7 +28,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     compute::Compute,
-    config::PlaneConfig,
+    config::{AliasConfig, PlaneConfig},
     generation, grpc, http, log,
     model::Model,
     opening::Opening,
@@ -127,6 +127,11 @@ impl Server {
             http_address,
             grpc_address,
         })
+    }
+
+    /// Puts these names with several variants in the place of the former ones. The error is for people.
+    pub fn set_aliases(&self, aliases: &[AliasConfig]) -> Result<(), String> {
+        self.plane.routes.set(aliases, &self.plane.metrics)
     }
 
     /// Leaves politely: not ready, then no new connections, then open streams end within the grace, then the rest is told.

@@ -40,16 +40,10 @@ struct Opened {
 }
 
 impl Events {
-    /// Events of an answer of so many choices.
-    pub fn new(kind: AnswerKind, model: Arc<Model>, choices: usize, include_usage: bool) -> Self {
+    /// Events of an answer of so many choices, under the name that was asked for.
+    pub fn new(kind: AnswerKind, name: &str, model: Arc<Model>, choices: usize, include_usage: bool) -> Self {
         Self {
-            writer: ChunkWriter::new(
-                kind,
-                &answer_id(kind),
-                super::unix_s() as i64,
-                &model.name,
-                include_usage,
-            ),
+            writer: ChunkWriter::new(kind, &answer_id(kind), super::unix_s() as i64, name, include_usage),
             model,
             choices: vec![Opened::default(); choices],
             out: Vec::new(),
@@ -105,6 +99,10 @@ impl Sink for Events {
     fn finish(&mut self, choice: u32, finish: &Finish) {
         self.begin(choice);
         self.writer.finish(&mut self.out, choice, reason(finish));
+    }
+
+    fn model(&mut self, model: &Arc<Model>) {
+        self.model = model.clone();
     }
 }
 
@@ -168,6 +166,7 @@ impl http_body::Body for SseBody {
 
 /// A sink that keeps everything for one body.
 pub struct Collected {
+    model: Arc<Model>,
     choices: Vec<Whole>,
 }
 
@@ -182,15 +181,17 @@ struct Whole {
 }
 
 impl Collected {
-    /// Of so many choices.
-    pub fn new(choices: usize) -> Self {
+    /// Of so many choices, in that model's ids.
+    pub fn new(model: Arc<Model>, choices: usize) -> Self {
         Self {
+            model,
             choices: vec![Whole::default(); choices],
         }
     }
 
-    /// The body of the whole answer.
-    pub fn body(&self, kind: AnswerKind, model: &Model, books: &Books) -> Vec<u8> {
+    /// The body of the whole answer, under the name that was asked for.
+    pub fn body(&self, kind: AnswerKind, name: &str, books: &Books) -> Vec<u8> {
+        let model = &*self.model;
         let texts: Vec<String> = self
             .choices
             .iter()
@@ -215,7 +216,7 @@ impl Collected {
             kind,
             &answer_id(kind),
             super::unix_s() as i64,
-            &model.name,
+            name,
             &choices,
             &usage(books),
         )
@@ -252,6 +253,12 @@ impl Sink for Collected {
         if let Some(whole) = self.choices.get_mut(choice as usize) {
             whole.finish = Some(reason(finish));
         }
+    }
+
+    fn model(&mut self, model: &Arc<Model>) {
+        self.model = model.clone();
+        // Another answer takes the place of one that nobody has seen.
+        self.choices.fill(Whole::default());
     }
 }
 

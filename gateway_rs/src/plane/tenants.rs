@@ -30,7 +30,7 @@ use crate::{
 const VERSION: u32 = 1;
 
 /// One of those who ask.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq)]
 pub struct Tenant {
     /// Empty: everybody, where no tenants are told apart.
     pub name: String,
@@ -40,12 +40,19 @@ pub struct Tenant {
     models: Vec<String>,
     /// Empty: all.
     classes: Vec<Class>,
+    /// The least agreement with a model's best variant that it accepts of another one; from 0 to 1.
+    quality_floor: f32,
 }
 
 impl Tenant {
     /// Whether it may know of a model.
     pub fn sees(&self, model: &str) -> bool {
         self.models.is_empty() || self.models.iter().any(|known| known == model)
+    }
+
+    /// The least agreement with the best variant that must be expected, or measured, where a smaller one answers.
+    pub fn quality_floor(&self) -> f32 {
+        self.quality_floor
     }
 
     /// Within which its KV is reused: its own name, or for all who share nobody's.
@@ -192,6 +199,8 @@ struct Entry {
     classes: Vec<String>,
     #[serde(default)]
     shares_prefixes: bool,
+    #[serde(default)]
+    quality_floor: f32,
 }
 
 #[derive(Deserialize)]
@@ -219,9 +228,15 @@ fn read(path: &Path) -> Result<Known, String> {
             Class::from_name(class).ok_or_else(|| format!("{shown}: tenant {name} has an unknown class {class}"))
         });
         let classes = classes.collect::<Result<Vec<_>, _>>()?;
+        if !(0.0..=1.0).contains(&entry.quality_floor) {
+            return Err(format!(
+                "{shown}: tenant {name} has a quality floor that is not from 0 to 1"
+            ));
+        }
         let tenant = Arc::new(Tenant {
             shares_prefixes: entry.shares_prefixes,
             models: entry.models,
+            quality_floor: entry.quality_floor,
             classes,
             name,
         });

@@ -3,6 +3,7 @@
 
 mod blocks;
 mod router;
+mod routing;
 mod scheduler;
 mod sim;
 mod text;
@@ -17,6 +18,7 @@ fn _gateway(module: &Bound<'_, PyModule>) -> PyResult<()> {
     crate::memory::set_up();
     blocks::register(module)?;
     router::register(module)?;
+    routing::register(module)?;
     scheduler::register(module)?;
     sim::register(module)?;
     text::register(module)?;

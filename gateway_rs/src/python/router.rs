@@ -5,7 +5,10 @@ use pyo3::{
     prelude::*,
 };
 
-use crate::plane::{config::PlaneConfig, server::Server};
+use crate::plane::{
+    config::{AliasConfig, PlaneConfig},
+    server::Server,
+};
 
 /// Adds this file's part to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -39,6 +42,15 @@ impl Router {
     #[getter]
     fn grpc_address(&self) -> PyResult<String> {
         Ok(self.running()?.grpc_address.to_string())
+    }
+
+    /// Puts these names with several variants in the place of the former ones: a list of `AliasConfig`. Raises ValueError.
+    fn set_aliases(&self, py: Python<'_>, aliases_json: &str) -> PyResult<()> {
+        let aliases: Vec<AliasConfig> =
+            serde_json::from_str(aliases_json).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let server = self.running()?;
+        py.detach(|| server.set_aliases(&aliases))
+            .map_err(PyValueError::new_err)
     }
 
     /// Takes nothing new and waits for open streams, within the grace of the configuration.

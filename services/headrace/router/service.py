@@ -10,24 +10,32 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import resource
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from headrace import models
 from headrace._gateway import Router
 from headrace.config import Config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.process import StopSignals, configure_logging, print_ready
 
 #: Where the data plane asks for files and batches, and where these ask the data plane.
 BATCHES_SOCKET, DOOR_SOCKET = "batches.sock", "door.sock"
 
+log = logging.getLogger(__name__)
 
-async def run(config: Config) -> None:
+#: The configuration's file, and how it is read again.
+Again = tuple[Path, Callable[[], Config]]
+#: How often that file is looked at.
+LOOK_EVERY_S = 1.0
+
+
+async def run(config: Config, again: Again | None = None) -> None:
     """Serve until told to stop. Raises ConfigError when a setting is wrong or a port is taken."""
     configure_logging(config.telemetry)
     allow_connections()
@@ -39,7 +47,10 @@ async def run(config: Config) -> None:
         try:
             async with _batches(config, sockets):
                 print_ready("router", http=router.http_address, grpc=router.grpc_address)
+                following = asyncio.create_task(follow(router, config, again)) if again is not None else None
                 await signals.stopping.wait()
+                if following is not None:
+                    following.cancel()
                 draining = asyncio.create_task(asyncio.to_thread(router.drain))
             await draining
         finally:
@@ -73,6 +84,36 @@ async def _batches(config: Config, sockets: Path) -> AsyncIterator[None]:
         await service.stop(config.router.drain_grace_s)
 
 
+async def follow(router: Router, config: Config, again: Again) -> None:
+    """Put changed aliases in force; what cannot be read is told of once and leaves the former. Never returns."""
+    path, read = again
+    seen = _mark(path)
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        mark = _mark(path)
+        if mark in (seen, None):
+            continue
+        seen = mark
+        try:
+            fresh = await asyncio.to_thread(read)
+            if fresh.aliases != config.aliases:
+                told = json.dumps([dataclasses.asdict(alias) for alias in fresh.aliases])
+                await asyncio.to_thread(router.set_aliases, told)
+                config = dataclasses.replace(config, aliases=fresh.aliases)
+                log.info("the aliases have changed and are in force")
+        except (HeadraceError, ValueError) as error:
+            log.warning("the former aliases stay in force: %s", error)
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    """Tells one state of a file from another without reading it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def router_id() -> str:
     """This process's name in the mesh."""
     return f"{socket.gethostname()}-{os.getpid()}"
@@ -94,6 +135,7 @@ def plane_config(config: Config, sockets: Path) -> str:
         {"name": model.name, "folder": str(models.prepare(model.source, model.quantization, weights=False).path)}
         for model in config.models
     ]
+    settings["aliases"] = [dataclasses.asdict(alias) for alias in config.aliases]
     settings["telemetry"] = dataclasses.asdict(config.telemetry)
     settings["tenants_file"] = config.tenants.file
     if config.tls.on:

@@ -8,8 +8,17 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Quality(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    QUALITY_UNSPECIFIED: _ClassVar[Quality]
+    QUALITY_FULL: _ClassVar[Quality]
+    QUALITY_TOLERANT: _ClassVar[Quality]
+QUALITY_UNSPECIFIED: Quality
+QUALITY_FULL: Quality
+QUALITY_TOLERANT: Quality
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "ids", "sampling", "stopping", "guided", "logprobs", "lora", "deadline_ms", "bypass_cache", "session_id", "bypass_prefix_cache", "cache_salt", "ttft_target_ms", "tpot_target_ms")
+    __slots__ = ("model", "text", "chat", "ids", "sampling", "stopping", "guided", "logprobs", "lora", "deadline_ms", "bypass_cache", "session_id", "bypass_prefix_cache", "cache_salt", "ttft_target_ms", "tpot_target_ms", "quality")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +36,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    QUALITY_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: Chat
@@ -43,7 +53,8 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     ttft_target_ms: int
     tpot_target_ms: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., guided: _Optional[_Union[_types_pb2.Guided, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.LogprobOptions, _Mapping]] = ..., lora: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., bypass_cache: bool = ..., session_id: _Optional[str] = ..., bypass_prefix_cache: bool = ..., cache_salt: _Optional[str] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., **kwargs) -> None: ...
+    quality: Quality
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., guided: _Optional[_Union[_types_pb2.Guided, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.LogprobOptions, _Mapping]] = ..., lora: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., bypass_cache: bool = ..., session_id: _Optional[str] = ..., bypass_prefix_cache: bool = ..., cache_salt: _Optional[str] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., quality: _Optional[_Union[Quality, str]] = ..., **kwargs) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools_json", "no_generation_prompt", "template_kwargs_json", "tool_use", "required_tool", "single_tool_call")
@@ -190,12 +201,16 @@ class GenerateResponse(_message.Message):
         stop_id: int
         def __init__(self, choice: _Optional[int] = ..., outcome: _Optional[_Union[_types_pb2.Outcome, str]] = ..., stop_string: _Optional[str] = ..., stop_id: _Optional[int] = ...) -> None: ...
     class FinalUsage(_message.Message):
-        __slots__ = ("usage", "cached_answer")
+        __slots__ = ("usage", "cached_answer", "variant", "fallback")
         USAGE_FIELD_NUMBER: _ClassVar[int]
         CACHED_ANSWER_FIELD_NUMBER: _ClassVar[int]
+        VARIANT_FIELD_NUMBER: _ClassVar[int]
+        FALLBACK_FIELD_NUMBER: _ClassVar[int]
         usage: _types_pb2.Usage
         cached_answer: bool
-        def __init__(self, usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., cached_answer: bool = ...) -> None: ...
+        variant: str
+        fallback: str
+        def __init__(self, usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., cached_answer: bool = ..., variant: _Optional[str] = ..., fallback: _Optional[str] = ...) -> None: ...
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
@@ -243,18 +258,20 @@ class ListModelsRequest(_message.Message):
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)
     class Model(_message.Message):
-        __slots__ = ("name", "context_tokens", "vocab_size", "ready_workers", "tokenizer_sha256")
+        __slots__ = ("name", "context_tokens", "vocab_size", "ready_workers", "tokenizer_sha256", "variants")
         NAME_FIELD_NUMBER: _ClassVar[int]
         CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
         VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
         READY_WORKERS_FIELD_NUMBER: _ClassVar[int]
         TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+        VARIANTS_FIELD_NUMBER: _ClassVar[int]
         name: str
         context_tokens: int
         vocab_size: int
         ready_workers: int
         tokenizer_sha256: str
-        def __init__(self, name: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., ready_workers: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ...) -> None: ...
+        variants: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, name: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., ready_workers: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., variants: _Optional[_Iterable[str]] = ...) -> None: ...
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ListModelsResponse.Model]
     def __init__(self, models: _Optional[_Iterable[_Union[ListModelsResponse.Model, _Mapping]]] = ...) -> None: ...

@@ -20,7 +20,7 @@ class PlaceRequest(_message.Message):
         ask: PlaceRequest.Ask
         def __init__(self, lease: _Optional[int] = ..., worker: _Optional[int] = ..., ask: _Optional[_Union[PlaceRequest.Ask, _Mapping]] = ...) -> None: ...
     class Ask(_message.Message):
-        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms", "may_part")
+        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms", "may_part", "shadow")
         ASK_FIELD_NUMBER: _ClassVar[int]
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class PlaceRequest(_message.Message):
         TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
         TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
         MAY_PART_FIELD_NUMBER: _ClassVar[int]
+        SHADOW_FIELD_NUMBER: _ClassVar[int]
         ask: int
         request_id: str
         tenant: str
@@ -56,7 +57,8 @@ class PlaceRequest(_message.Message):
         ttft_target_ms: int
         tpot_target_ms: int
         may_part: bool
-        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., may_part: bool = ..., **kwargs) -> None: ...
+        shadow: bool
+        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., may_part: bool = ..., shadow: bool = ..., **kwargs) -> None: ...
     class Progress(_message.Message):
         __slots__ = ("lease", "output_tokens")
         LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -181,7 +183,7 @@ class Placement(_message.Message):
     def __init__(self, ask: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., rejected: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("lease", "worker_id", "instance_id", "address", "token_allowance", "queue_s", "reason", "prefill")
+    __slots__ = ("lease", "worker_id", "instance_id", "address", "token_allowance", "queue_s", "reason", "prefill", "pool")
     class Prefill(_message.Message):
         __slots__ = ("lease", "worker_id", "instance_id", "address", "kv_state_tag", "reason")
         LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +207,7 @@ class Grant(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     lease: int
     worker_id: str
     instance_id: str
@@ -213,7 +216,8 @@ class Grant(_message.Message):
     queue_s: float
     reason: PlacementReason
     prefill: Grant.Prefill
-    def __init__(self, lease: _Optional[int] = ..., worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., token_allowance: _Optional[int] = ..., queue_s: _Optional[float] = ..., reason: _Optional[_Union[PlacementReason, _Mapping]] = ..., prefill: _Optional[_Union[Grant.Prefill, _Mapping]] = ...) -> None: ...
+    pool: str
+    def __init__(self, lease: _Optional[int] = ..., worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., token_allowance: _Optional[int] = ..., queue_s: _Optional[float] = ..., reason: _Optional[_Union[PlacementReason, _Mapping]] = ..., prefill: _Optional[_Union[Grant.Prefill, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class PlacementReason(_message.Message):
     __slots__ = ("hit_tokens", "prefill_ms", "pending_prefill_ms", "decoding", "waiting", "score")

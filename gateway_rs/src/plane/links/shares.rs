@@ -171,6 +171,7 @@ impl Shares {
             instance_id: worker.grantor.instance_id.clone(),
             address: worker.grantor.address.clone(),
             reason: Some(PlacementReason::from(taken.why)),
+            pool: worker.grantor.pool.clone(),
             ..Grant::default()
         };
         let number = worker.number;
