@@ -8,10 +8,27 @@ use smallvec::SmallVec;
 
 use super::{Overlap, PrefixIndex, WorkerId};
 
+/// So many blocks of a prompt are all written down, and farther in each [`STRIDE`]th: a long prompt has thousands, of which
+/// the name of each says that all before it are the same too. What is expected there is known to so many blocks, no more
+/// than there are.
+const ALL_UNTIL: usize = 256;
+const STRIDE: usize = 16;
+
+fn is_mark(at: usize) -> bool {
+    at < ALL_UNTIL || (at + 1) % STRIDE == 0
+}
+
+/// Of a prompt's blocks, those to be expected of a worker that holds so many of them.
+#[must_use]
+pub fn marks(blocks: &[u64], held: usize) -> Vec<u64> {
+    let rest = blocks.iter().enumerate().skip(held);
+    rest.filter(|&(at, _)| is_mark(at)).map(|(_, &block)| block).collect()
+}
+
 /// Block name to workers, each with how many of its prompts want it.
 #[derive(Debug, Default)]
 pub struct Expected {
-    // Mostly one worker, without memory of its own: a long prompt brings thousands of blocks at once.
+    // Mostly one worker, without memory of its own.
     workers: HashMap<u64, SmallVec<[(WorkerId, u32); 1]>>,
 }
 
@@ -22,7 +39,7 @@ impl Expected {
         self.workers.is_empty()
     }
 
-    /// The worker will hold these, because of one prompt.
+    /// The worker will hold these, because of one prompt: its [`marks`].
     pub fn add(&mut self, worker: WorkerId, blocks: &[u64]) {
         self.workers.reserve(blocks.len());
         for &block in blocks {
@@ -64,12 +81,14 @@ impl Expected {
     /// want does not count.
     #[must_use]
     pub fn leading(&self, worker: WorkerId, blocks: &[u64], held: u32, own: u32) -> u32 {
-        let rest = blocks.get(held as usize..).unwrap_or_default();
-        let comes = |block: &&u64| {
-            let workers = self.workers.get(*block);
+        let comes = |block: &u64| {
+            let workers = self.workers.get(block);
             workers.is_some_and(|workers| workers.iter().any(|each| each.0 == worker && each.1 > own))
         };
-        held + rest.iter().take_while(comes).count() as u32
+        let rest = blocks.iter().enumerate().skip(held as usize);
+        let marked = rest.filter(|&(at, _)| is_mark(at));
+        let last = marked.take_while(|(_, block)| comes(block)).last();
+        last.map_or(held, |(at, _)| at as u32 + 1)
     }
 
     /// [`PrefixIndex::overlap`], with what is expected.

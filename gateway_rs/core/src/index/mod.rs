@@ -27,7 +27,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-pub use self::expected::Expected;
+pub use self::expected::{marks, Expected};
 use self::{
     roots::Roots,
     rows::{bit, places, row_of, Place, Rows, WIDTH},

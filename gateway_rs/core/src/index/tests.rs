@@ -203,6 +203,33 @@ fn a_worker_that_will_hold_a_block_counts() {
     assert_eq!(all(&expected), BTreeMap::from([(1, 2), (3, 1)]));
 }
 
+#[test]
+fn what_is_expected_of_long_prompts_is_known_to_some_blocks_and_never_more_than_there_are() {
+    let index = PrefixIndex::default();
+    let prompt: Vec<u64> = (1..=4000).collect();
+    for held in [0, 10, 255, 256, 270, 1000] {
+        for shared in [1, 100, 256, 257, 300, 1024, 2003, 4000] {
+            // It begins as the prompt does, and goes on otherwise.
+            let mut other = prompt.clone();
+            other[shared..].iter_mut().for_each(|block| *block += 1 << 40);
+            let mut expected = Expected::default();
+            expected.add(7, &marks(&other, held));
+            let exact = shared.max(held);
+            let leading = expected.leading(7, &prompt, held as u32, 0) as usize;
+            let least = if exact <= 256 { exact } else { (exact - 15).max(held) };
+            assert!((least..=exact).contains(&leading), "{held} {shared}: {leading}");
+            if held == 0 {
+                let mut out = Vec::new();
+                expected.overlap(&index, &prompt, &mut out);
+                assert_eq!(to_map(&out), BTreeMap::from([(7, leading as u32)]));
+            }
+            expected.remove(7, &marks(&other, held));
+            assert!(expected.is_empty());
+        }
+    }
+    assert!(marks(&prompt, 0).len() < 500);
+}
+
 #[derive(Clone, Debug)]
 enum Change {
     Store(WorkerId, u64, Vec<u64>),

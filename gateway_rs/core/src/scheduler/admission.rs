@@ -7,6 +7,7 @@ use super::{
     queue::{Place, Plan, Waiting},
     search::Choice,
 };
+use crate::index::marks;
 
 /// Pools that one ask may name.
 pub(super) const MAX_POOLS: usize = 16;
@@ -215,8 +216,8 @@ impl Core {
             held_blocks,
             uncached_tokens: waiting.ask.prompt_tokens.saturating_sub(choice.hit_tokens),
         };
-        let missing = &waiting.ask.block_hashes[held_blocks..];
-        self.fleet.plan(self.now_s, &plan, missing, true);
+        let missing = marks(&waiting.ask.block_hashes, held_blocks);
+        self.fleet.plan(self.now_s, &plan, &missing, true);
         self.queue.plan(place, plan);
         self.watch_gate(choice.link);
     }
@@ -224,8 +225,8 @@ impl Core {
     pub(super) fn unplan(&mut self, place: Place) {
         if let Some(plan) = self.queue.unplan(place) {
             let ask = self.queue.get(place).map(|waiting| &waiting.ask);
-            let missing = ask.map_or(&[][..], |ask| &ask.block_hashes[plan.held_blocks..]);
-            self.fleet.plan(self.now_s, &plan, missing, false);
+            let missing = ask.map_or_else(Vec::new, |ask| marks(&ask.block_hashes, plan.held_blocks));
+            self.fleet.plan(self.now_s, &plan, &missing, false);
         }
     }
 

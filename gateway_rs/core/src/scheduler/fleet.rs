@@ -231,7 +231,7 @@ impl Fleet {
         Some(link)
     }
 
-    /// An ask waits here for that worker, or does not any more; these are the blocks that the worker did not hold.
+    /// An ask waits here for that worker, or does not any more; these are the marks of what the worker did not hold.
     pub(super) fn plan(&mut self, now_s: f64, plan: &Plan, blocks: &[u64], waits: bool) {
         let Some(worker) = self.workers.get_mut(&plan.worker) else {
             return;
@@ -326,19 +326,16 @@ impl Fleet {
         } else {
             (total as usize).min(BELIEVED_BLOCKS)
         };
-        let index = self.blocks.index_mut();
-        for &block in blocks.iter().take(most) {
-            if index.holds(worker.number, block) {
-                continue;
-            }
-            index.store(worker.number, NO_BLOCK, &[block]);
-            worker.believed.push_back(block);
-            if worker.believed.len() > most {
-                if let Some(oldest) = worker.believed.pop_front() {
-                    index.remove(worker.number, &[oldest]);
-                }
-            }
-        }
+        let (index, believed) = (self.blocks.index_mut(), &mut worker.believed);
+        let blocks = &blocks[..blocks.len().min(most)];
+        let known = index.leading(worker.number, blocks) as usize;
+        let parent = known.checked_sub(1).map_or(NO_BLOCK, |last| blocks[last]);
+        let fresh = &blocks[known..];
+        believed.extend(fresh.iter().filter(|&&block| !index.holds(worker.number, block)));
+        index.store(worker.number, parent, fresh);
+        let over = believed.len().saturating_sub(most);
+        let oldest: Vec<u64> = believed.drain(..over).collect();
+        index.remove(worker.number, &oldest);
     }
 
     /// A lease ends; returns it, and the worker that has more room now.

@@ -34,7 +34,7 @@ pub struct Lease {
     pub choices: u32,
     /// Length of the prompt.
     pub prompt_tokens: u32,
-    /// Its blocks that the worker did not hold: it holds them while this runs, and from when they are computed on.
+    /// The [`marks`](crate::index::marks) of what of it the worker did not hold: it will, because of this.
     pub blocks: Vec<u64>,
     /// KV that it is expected to take.
     pub kv_tokens: u64,

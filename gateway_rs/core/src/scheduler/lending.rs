@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     credits::{Ledger, Outlook, Room, Share},
+    index::marks,
     place::BLOCK_TOKENS,
 };
 
@@ -81,7 +82,7 @@ impl Core {
             tenant: ask.tenant.clone(),
             choices: ask.choices,
             prompt_tokens: ask.prompt_tokens,
-            blocks: ask.block_hashes[self.fleet.held_blocks(worker, ask)..].to_vec(),
+            blocks: marks(&ask.block_hashes, self.fleet.held_blocks(worker, ask)),
             kv_tokens: kv_tokens(ask),
             granted_s: self.now_s,
             class: ask.class,

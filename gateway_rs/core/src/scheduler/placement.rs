@@ -13,6 +13,7 @@ use super::{
     queue::{Place, Plan},
     search::Choice,
 };
+use crate::index::marks;
 
 /// Asks looked at when a worker has room and the first in line does not fit it.
 const LOOKAHEAD: usize = 32;
@@ -348,7 +349,7 @@ impl Core {
             tenant: ask.tenant.clone(),
             choices: ask.choices,
             prompt_tokens: ask.prompt_tokens,
-            blocks: ask.block_hashes[self.fleet.held_blocks(link, ask)..].to_vec(),
+            blocks: marks(&ask.block_hashes, self.fleet.held_blocks(link, ask)),
             kv_tokens: kv,
             granted_s: self.now_s,
             class: ask.class,

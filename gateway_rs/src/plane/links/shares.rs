@@ -10,7 +10,7 @@ use std::{
 use headrace_core::{
     blocks::Blocks,
     credits::{Holder, Outlook, Room, Taken},
-    index::{Expected, Overlap, WorkerId},
+    index::{marks, Expected, Overlap, WorkerId},
     scheduler::{events::Link, leases::expected_kv_tokens},
 };
 use parking_lot::RwLock;
@@ -51,7 +51,7 @@ struct Worker {
 /// What a request that was placed here takes, until it ends.
 pub struct Placed {
     taken: Taken,
-    /// The worker's number, and the blocks of the prompt that it did not hold.
+    /// The worker's number, and the marks of what of the prompt it did not hold.
     number: WorkerId,
     blocks: Vec<u64>,
 }
@@ -162,7 +162,7 @@ impl Shares {
             return None;
         };
         let held = taken.why.hit_tokens.div_ceil(worker.grantor.block_tokens.max(1)) as usize;
-        let blocks = ask.block_hashes.get(held..).unwrap_or_default().to_vec();
+        let blocks = marks(&ask.block_hashes, held);
         self.expected.add(worker.number, &blocks);
         self.next_lease = self.next_lease.wrapping_add(1);
         let grant = Grant {
