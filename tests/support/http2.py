@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from headrace.v1 import worker_pb2
@@ -96,19 +96,19 @@ class Http2Request:
         self._frames = connection.frames()
 
     @classmethod
-    async def open(cls, address: str, path: str, body: bytes) -> Http2Request:
+    async def open(
+        cls,
+        address: str,
+        path: str,
+        body: bytes,
+        headers: Sequence[tuple[str, str]] = (("content-type", "application/json"),),
+    ) -> Http2Request:
         host, port = address.rsplit(":", 1)
         connection = Connection(*await asyncio.open_connection(host, int(port)))
         connection.writer.write(PREFACE)
         connection.begin()
-        headers = header_block(
-            (":method", "POST"),
-            (":scheme", "http"),
-            (":authority", address),
-            (":path", path),
-            ("content-type", "application/json"),
-        )
-        connection.send(HEADERS, 1, headers, END_HEADERS)
+        pseudo = ((":method", "POST"), (":scheme", "http"), (":authority", address), (":path", path))
+        connection.send(HEADERS, 1, header_block(*pseudo, *headers), END_HEADERS)
         connection.send(DATA, 1, body, END_STREAM)
         await connection.writer.drain()
         return cls(connection)
