@@ -15,10 +15,19 @@ pub struct StreamDecoder {
     skip_special: bool,
     /// Special tokens that have a text all the same.
     shown: Arc<[u32]>,
+    edge: Edge,
+}
+
+/// Where the shown text ends, over a table.
+struct Edge {
     /// A decoder that strips drops one space before anything was shown, never later.
     strip_space: bool,
     /// The beginning of a character; between calls at most three bytes.
     pending: Vec<u8>,
+    /// What waits is of byte tokens.
+    of_bytes: bool,
+    /// Of a run of byte tokens: each has one U+FFFD, until the run ends, as the reference has for all of such a run.
+    bad_run: bool,
 }
 
 enum Source {
@@ -36,7 +45,7 @@ impl StreamDecoder {
                 shown: Vec::new(),
                 held: Vec::new(),
             };
-            return Self::from_source(Source::Context(context), skip_special, false);
+            return Self::from_source(Source::Context(context), skip_special, false, false);
         }
         Self::from_table(Arc::clone(tokenizer.pieces()), skip_special)
     }
@@ -44,24 +53,29 @@ impl StreamDecoder {
     /// A decoder over the pieces alone.
     #[must_use]
     pub fn from_table(table: Arc<TokenTable>, skip_special: bool) -> Self {
-        let strip_space = table.strips_first_space();
-        Self::from_source(Source::Table(table), skip_special, strip_space)
+        let (strip_space, of_bytes) = (table.strips_first_space(), table.has_byte_tokens());
+        Self::from_source(Source::Table(table), skip_special, strip_space, of_bytes)
     }
 
-    fn from_source(source: Source, skip_special: bool, strip_space: bool) -> Self {
+    fn from_source(source: Source, skip_special: bool, strip_space: bool, of_bytes: bool) -> Self {
+        let edge = Edge {
+            strip_space,
+            pending: Vec::new(),
+            of_bytes,
+            bad_run: false,
+        };
         Self {
             source,
             skip_special,
             shown: Arc::default(),
-            strip_space,
-            pending: Vec::new(),
+            edge,
         }
     }
 
     /// The text goes on after a prompt, rather than being a text of its own: a space at its start stays.
     #[must_use]
     pub fn continuing(mut self) -> Self {
-        self.strip_space = false;
+        self.edge.strip_space = false;
         self
     }
 
@@ -73,7 +87,7 @@ impl StreamDecoder {
     }
 
     /// Appends to `out` what `id` completes: nothing, or all text up to the last complete character. Bytes that can't
-    /// become a character give one U+FFFD per maximal part. An id the vocabulary lacks has no text.
+    /// become a character give one U+FFFD per maximal part, byte tokens one each. An id the vocabulary lacks has no text.
     #[inline]
     pub fn push(&mut self, id: u32, out: &mut String) {
         let table = match &mut self.source {
@@ -84,21 +98,21 @@ impl StreamDecoder {
             return;
         };
         if special && self.skip_special && !self.shown.contains(&id) {
-            return end_pending(&mut self.pending, out);
+            return self.edge.end_pending(out);
         }
         match content {
             Content::Text(text) => {
-                end_pending_before(&mut self.pending, text, out);
-                out.push_str(match text.strip_prefix(' ') {
-                    Some(rest) if self.strip_space => rest,
-                    _ => text,
-                });
-                self.strip_space &= text.is_empty();
+                // Complete text ends what waits, since no character continues with the first byte of another.
+                if !text.is_empty() {
+                    self.edge.end_pending(out);
+                }
+                self.edge.show(text, out);
             }
+            Content::Byte(byte) => self.edge.push_byte(byte, out),
             Content::Raw(bytes) => {
-                self.strip_space = false;
-                self.pending.extend_from_slice(bytes);
-                show_complete(&mut self.pending, out);
+                self.edge.strip_space = false;
+                self.edge.pending.extend_from_slice(bytes);
+                show_complete(&mut self.edge.pending, out);
             }
         }
     }
@@ -107,7 +121,7 @@ impl StreamDecoder {
     #[must_use]
     pub fn holds_bytes(&self) -> bool {
         match &self.source {
-            Source::Table(_) => !self.pending.is_empty(),
+            Source::Table(_) => !self.edge.pending.is_empty(),
             Source::Context(context) => !context.held.is_empty(),
         }
     }
@@ -115,27 +129,94 @@ impl StreamDecoder {
     /// The end of the answer: bytes that still wait become one U+FFFD. Nothing waits afterwards.
     pub fn finish(&mut self, out: &mut String) {
         match &mut self.source {
-            Source::Table(_) => end_pending(&mut self.pending, out),
+            Source::Table(_) => self.edge.end_pending(out),
             Source::Context(context) => context.show(self.skip_special, out),
         }
     }
 }
 
-/// Turns what waits into one U+FFFD: it is the beginning of one character, so one maximal part.
-#[inline]
-fn end_pending(pending: &mut Vec<u8>, out: &mut String) {
-    if !pending.is_empty() {
-        pending.clear();
-        out.push(char::REPLACEMENT_CHARACTER);
+impl Edge {
+    #[inline]
+    fn show(&mut self, text: &str, out: &mut String) {
+        out.push_str(match text.strip_prefix(' ') {
+            Some(rest) if self.strip_space => rest,
+            _ => text,
+        });
+        self.strip_space &= text.is_empty();
+    }
+
+    fn push_byte(&mut self, byte: u8, out: &mut String) {
+        if self.bad_run {
+            return out.push(char::REPLACEMENT_CHARACTER);
+        }
+        self.pending.push(byte);
+        let mut waiting = std::mem::take(&mut self.pending);
+        match std::str::from_utf8(&waiting) {
+            Ok(text) => self.show(text, out),
+            Err(error) if error.error_len().is_none() => {
+                self.pending = waiting;
+                return;
+            }
+            Err(_) => {
+                self.bad_run = true;
+                self.strip_space = false;
+                waiting.iter().for_each(|_| out.push(char::REPLACEMENT_CHARACTER));
+            }
+        }
+        waiting.clear();
+        self.pending = waiting;
+    }
+
+    /// Turns what waits into one U+FFFD, as it is the beginning of one character and so one maximal part; of byte tokens
+    /// each has its own.
+    #[inline]
+    fn end_pending(&mut self, out: &mut String) {
+        self.bad_run = false;
+        if !self.pending.is_empty() {
+            let count = if self.of_bytes { self.pending.len() } else { 1 };
+            (0..count).for_each(|_| out.push(char::REPLACEMENT_CHARACTER));
+            self.strip_space = false;
+            self.pending.clear();
+        }
     }
 }
 
-/// Complete text ends what waits, since no character continues with the first byte of another.
-#[inline]
-fn end_pending_before(pending: &mut Vec<u8>, text: &str, out: &mut String) {
-    if !text.is_empty() {
-        end_pending(pending, out);
+/// The text of all ids over a table with byte tokens. A run of these is text if all of it is UTF-8; else each of them is one
+/// U+FFFD.
+pub(crate) fn decode_with_byte_runs(table: &TokenTable, ids: &[u32], skip_special: bool) -> String {
+    fn end(run: &mut Vec<u8>, text: &mut String) {
+        match std::str::from_utf8(run) {
+            Ok(whole) => text.push_str(whole),
+            Err(_) => run.iter().for_each(|_| text.push(char::REPLACEMENT_CHARACTER)),
+        }
+        run.clear();
     }
+    let (mut text, mut run) = (String::with_capacity(ids.len() * 5), Vec::new());
+    for &id in ids {
+        // What has no text is not there, and ends no run.
+        let Some((content, special)) = table.get(id) else {
+            continue;
+        };
+        if special && skip_special {
+            continue;
+        }
+        match content {
+            Content::Byte(byte) => run.push(byte),
+            Content::Text(piece) => {
+                end(&mut run, &mut text);
+                text.push_str(piece);
+            }
+            Content::Raw(bytes) => {
+                end(&mut run, &mut text);
+                text.push_str(&String::from_utf8_lossy(bytes));
+            }
+        }
+    }
+    end(&mut run, &mut text);
+    if table.strips_first_space() && text.starts_with(' ') {
+        text.remove(0);
+    }
+    text
 }
 
 /// Moves everything but the beginning of a last character from `pending` to `out`.
@@ -324,7 +405,7 @@ mod tests {
         let mut out = String::new();
         for _ in 0..100_000 {
             decoder.push(0xF0, &mut out);
-            assert!(decoder.pending.len() <= 3 && decoder.pending.capacity() <= 64);
+            assert!(decoder.edge.pending.len() <= 3 && decoder.edge.pending.capacity() <= 64);
         }
         assert_eq!(out.chars().count(), 99_999);
     }

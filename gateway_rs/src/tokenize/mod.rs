@@ -36,7 +36,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 
 use self::fast::FastEncoder;
-use crate::detok::StreamDecoder;
+use crate::detok::{self, StreamDecoder};
 use added::{AddedTokens, Part};
 use pieces::{ByteAlphabet, PieceEntry, TokenTable};
 use reference::Reference;
@@ -287,13 +287,17 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The text of `ids`: what a [`StreamDecoder`] gives for them, so that plain and streamed answers agree.
+    /// The text of `ids`.
     ///
-    /// The same as Hugging Face `decode`, but for bytes that aren't UTF-8: one U+FFFD stands for each maximal bad part
-    /// (the `ByteFallback` decoder has one a byte), and a skipped special token ends a character in the making.
+    /// The same as Hugging Face `decode`, but that in a byte-level vocabulary a skipped special token ends a character in
+    /// the making. A [`StreamDecoder`] gives the same, but what it has shown of a run of byte tokens before it turned out
+    /// to be no UTF-8 stands.
     #[must_use]
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         match &self.decoder {
+            Decoder::Pieces if self.pieces.has_byte_tokens() => {
+                detok::decode_with_byte_runs(&self.pieces, ids, skip_special)
+            }
             Decoder::Pieces => {
                 let mut text = String::with_capacity(ids.len() * 5);
                 let mut decoder = StreamDecoder::from_table(Arc::clone(&self.pieces), skip_special);
@@ -440,7 +444,12 @@ fn token_table(reference: &Reference, spellings: &Spellings, style: PieceStyle) 
         == PieceStyle::SentencePiece {
             strips_first_space: true,
         };
-    Ok(TokenTable::from_pieces(entries)?.stripping_first_space(strips))
+    let table = TokenTable::from_pieces(entries)?.stripping_first_space(strips);
+    if !matches!(style, PieceStyle::SentencePiece { .. }) {
+        return Ok(table);
+    }
+    let byte_of = |id| Some((id, byte_token(&reference.spelling(id)?)?));
+    Ok(table.with_byte_tokens(spellings.ids().filter_map(byte_of)))
 }
 
 /// The byte of a byte-fallback token such as `<0x0A>`.

@@ -21,6 +21,7 @@ pub struct TokenTable {
     pieces: Vec<Piece>,
     longest: usize,
     strips_first_space: bool,
+    has_byte_tokens: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -37,6 +38,7 @@ enum Kind {
     Absent,
     Text,
     Raw,
+    Byte,
 }
 
 /// One token's content, as [`TokenTable::get`] finds it.
@@ -46,6 +48,9 @@ pub enum Content<'a> {
     Text(&'a str),
     /// Bytes that begin or end within a character.
     Raw(&'a [u8]),
+    /// One byte of a run of such tokens (`<0x0A>`), which is text only as a whole: SentencePiece's fallback for characters
+    /// that its vocabulary lacks.
+    Byte(u8),
 }
 
 impl TokenTable {
@@ -65,6 +70,23 @@ impl TokenTable {
     #[must_use]
     pub fn stripping_first_space(mut self, strips: bool) -> Self {
         self.strips_first_space = strips;
+        self
+    }
+
+    /// The same table, in which these ids are single bytes of a `ByteFallback` decoder.
+    #[must_use]
+    pub fn with_byte_tokens(mut self, tokens: impl IntoIterator<Item = (u32, u8)>) -> Self {
+        for (id, byte) in tokens {
+            if let Some(piece) = self
+                .pieces
+                .get_mut(id as usize)
+                .filter(|piece| piece.kind != Kind::Absent)
+            {
+                (piece.start, piece.len, piece.kind) = (self.raw.len() as u32, 1, Kind::Byte);
+                self.raw.push(byte);
+                self.has_byte_tokens = true;
+            }
+        }
         self
     }
 
@@ -109,6 +131,7 @@ impl TokenTable {
             Kind::Absent => return None,
             Kind::Text => Content::Text(self.text.get(range)?),
             Kind::Raw => Content::Raw(self.raw.get(range)?),
+            Kind::Byte => Content::Byte(*self.raw.get(range.start)?),
         };
         Some((content, piece.special))
     }
@@ -116,10 +139,13 @@ impl TokenTable {
     /// The bytes of `id` (not necessarily complete UTF-8); of a special token, its content.
     #[must_use]
     pub fn bytes(&self, id: u32) -> Option<&[u8]> {
-        self.get(id).map(|(content, _)| match content {
-            Content::Text(text) => text.as_bytes(),
-            Content::Raw(bytes) => bytes,
-        })
+        let piece = self.pieces.get(id as usize)?;
+        let range = piece.start as usize..piece.start as usize + piece.len as usize;
+        match piece.kind {
+            Kind::Absent => None,
+            Kind::Text => self.text.as_bytes().get(range),
+            Kind::Raw | Kind::Byte => self.raw.get(range),
+        }
     }
 
     /// Whether `id` is special. An id the vocabulary lacks isn't.
@@ -138,6 +164,12 @@ impl TokenTable {
     #[must_use]
     pub fn longest(&self) -> usize {
         self.longest
+    }
+
+    /// Whether runs of some tokens are text only as a whole.
+    #[must_use]
+    pub fn has_byte_tokens(&self) -> bool {
+        self.has_byte_tokens
     }
 
     /// Whether one space at the start of a whole text is dropped.

@@ -500,6 +500,83 @@ fn a_stream_gives_what_the_whole_gives_whatever_the_decoder() {
     }
 }
 
+/// Runs of byte tokens that are UTF-8, and such that are none from their first character on; between them other tokens.
+fn byte_runs() -> impl Strategy<Value = Vec<u32>> {
+    let byte = |byte: u8| 3 + u32::from(byte);
+    let bytes = |bytes: &[u8]| bytes.iter().map(|&each| 3 + u32::from(each)).collect::<Vec<_>>();
+    let good = proptest::collection::vec(any::<char>(), 0..4)
+        .prop_map(move |text| bytes(text.into_iter().collect::<String>().as_bytes()));
+    let first = proptest::sample::select(vec![
+        &[0x80][..],
+        &[0xFF],
+        &[0xC3],
+        &[0xE5, 0x8F],
+        &[0xF0, 0x9F, 0x98],
+        &[0xC0, 0xAF],
+        &[0xED, 0xA0, 0x80],
+        &[0xC3, 0x41],
+        &[0xE5, 0x0A],
+    ]);
+    let bad = (first, proptest::collection::vec(any::<u8>(), 0..4))
+        .prop_map(|(first, more)| [first, &more].concat())
+        .prop_filter("is no UTF-8, from its first character on", |run| {
+            std::str::from_utf8(run).is_err_and(|error| error.valid_up_to() == 0)
+        })
+        .prop_map(move |run| run.into_iter().map(byte).collect::<Vec<_>>());
+    let between = proptest::collection::vec(proptest::sample::select(vec![1, 259, 260, 262]), 1..3);
+    proptest::collection::vec((prop_oneof![good, bad], between), 0..4).prop_map(|runs| {
+        runs.into_iter()
+            .flat_map(|(run, between)| [run, between].concat())
+            .collect()
+    })
+}
+
+#[test]
+fn runs_of_byte_tokens_are_text_as_a_whole_or_not_at_all() {
+    for strips in [false, true] {
+        let mut decoders = vec![
+            json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "}),
+            json!({"type": "ByteFallback"}),
+            json!({"type": "Fuse"}),
+        ];
+        if strips {
+            decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+        }
+        let json = bytes(&sentencepiece(json!({"type": "Sequence", "decoders": decoders})));
+        let tokenizer = Arc::new(Tokenizer::from_bytes(&json).unwrap());
+        let reference = Reference::from_bytes(&json).unwrap();
+        let streamed = |ids: &[u32], skip_special| {
+            let mut stream = StreamDecoder::new(&tokenizer, skip_special);
+            let mut text = String::new();
+            ids.iter().for_each(|id| stream.push(*id, &mut text));
+            stream.finish(&mut text);
+            text
+        };
+        // Any ids at all, whole.
+        let any_ids = proptest::collection::vec(0u32..265, 0..24);
+        let result = runner(2_000).run(&(any_ids, any::<bool>()), |(ids, skip_special)| {
+            let expected = reference.decode(&ids, skip_special);
+            prop_assert_eq!(Ok(tokenizer.decode(&ids, skip_special)), expected, "{:?}", ids);
+            Ok(())
+        });
+        assert!(result.is_ok(), "{}", result.unwrap_err());
+        // A stream, where nothing of a run has been shown before it goes wrong.
+        let result = runner(2_000).run(&byte_runs(), |ids| {
+            prop_assert_eq!(Ok(streamed(&ids, false)), reference.decode(&ids, false), "{:?}", ids);
+            Ok(())
+        });
+        assert!(result.is_ok(), "{}", result.unwrap_err());
+        // What has been shown stands.
+        let ids: Vec<u32> = "é"
+            .bytes()
+            .chain([0xFF, b'a', 0xC3, 0xA9])
+            .map(|byte| 3 + u32::from(byte))
+            .collect();
+        assert_eq!(streamed(&ids, true), "é\u{FFFD}\u{FFFD}\u{FFFD}\u{FFFD}");
+        assert_eq!(tokenizer.decode(&ids, true), "\u{FFFD}".repeat(6));
+    }
+}
+
 #[test]
 fn characters_of_byte_tokens_are_put_together() {
     let decoder = json!({"type": "Sequence", "decoders": [
