@@ -36,6 +36,7 @@ use super::{
     tls::{Entrance, Tls},
     Plane,
 };
+use crate::memory;
 
 /// Connections that wait to be accepted. A burst of a few thousand clients must not meet a full queue (the kernel caps it).
 const BACKLOG: i32 = 4096;
@@ -115,6 +116,7 @@ impl Server {
         }
         // Both end with the runtime.
         tokio::spawn(plane.tenants.clone().watch());
+        tokio::spawn(tidy());
         if let Some(tls) = tls {
             tokio::spawn(tls.watch());
         }
@@ -168,6 +170,16 @@ impl Server {
         self.plane.tracing.stop();
         self.runtime.shutdown_timeout(Duration::from_secs(1));
         self.computing.shutdown_timeout(Duration::from_secs(1));
+    }
+}
+
+/// Between looks at free memory.
+const TIDY_EVERY: Duration = Duration::from_millis(250);
+
+async fn tidy() {
+    loop {
+        tokio::time::sleep(TIDY_EVERY).await;
+        memory::tidy();
     }
 }
 
