@@ -8,7 +8,8 @@ use std::sync::Arc;
 use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::PyBytes;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyInt, PyList};
 
 use crate::detok::StreamDecoder;
 use crate::tokenize::{Tokenizer, TokenizerError};
@@ -34,6 +35,31 @@ fn to_python(error: TokenizerError) -> PyErr {
 #[pyclass(name = "Tokenizer", module = "headrace._gateway", frozen)]
 pub(super) struct PyTokenizer {
     pub(super) inner: Arc<Tokenizer>,
+    /// Each id as Python's integer, made when the first list is: a list of new ones takes as long as their encoding.
+    ints: PyOnceLock<Vec<Py<PyInt>>>,
+}
+
+impl PyTokenizer {
+    fn new(inner: Tokenizer) -> Self {
+        Self {
+            inner: Arc::new(inner),
+            ints: PyOnceLock::new(),
+        }
+    }
+
+    fn list<'py>(&self, py: Python<'py>, ids: &[u32]) -> PyResult<Bound<'py, PyList>> {
+        let int = |id: u32| {
+            let Ok(int) = id.into_pyobject(py);
+            int
+        };
+        let all = || (0..self.inner.vocab_size() as u32).map(|id| int(id).unbind()).collect();
+        let ints = self.ints.get_or_init(py, all);
+        let shared = |id: &u32| match ints.get(*id as usize) {
+            Some(shared) => shared.bind(py).clone(),
+            None => int(*id),
+        };
+        PyList::new(py, ids.iter().map(shared))
+    }
 }
 
 #[pymethods]
@@ -41,36 +67,40 @@ impl PyTokenizer {
     /// Loads a `tokenizer.json`. Raises FileNotFoundError, OSError, or ValueError for what is no usable tokenizer.
     #[staticmethod]
     fn from_file(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let inner = py.detach(|| Tokenizer::from_file(path)).map_err(to_python)?;
-        Ok(Self { inner: Arc::new(inner) })
+        Ok(Self::new(py.detach(|| Tokenizer::from_file(path)).map_err(to_python)?))
     }
 
     /// Loads the text of a `tokenizer.json`. Raises ValueError.
     #[staticmethod]
     fn from_json(py: Python<'_>, json: &str) -> PyResult<Self> {
-        let inner = py
-            .detach(|| Tokenizer::from_bytes(json.as_bytes()))
-            .map_err(to_python)?;
-        Ok(Self { inner: Arc::new(inner) })
+        let loaded = py.detach(|| Tokenizer::from_bytes(json.as_bytes()));
+        Ok(Self::new(loaded.map_err(to_python)?))
     }
 
     /// The ids of `text`; nothing is put around it. Special tokens written in the text are recognised, unless
     /// `specials` is false (for what users type).
     #[pyo3(signature = (text, *, specials = true))]
-    fn encode(&self, py: Python<'_>, text: &str, specials: bool) -> Vec<u32> {
-        py.detach(|| {
+    fn encode<'py>(&self, py: Python<'py>, text: &str, specials: bool) -> PyResult<Bound<'py, PyList>> {
+        let ids = py.detach(|| {
             if specials {
                 self.inner.encode(text)
             } else {
                 self.inner.encode_plain(text)
             }
-        })
+        });
+        self.list(py, &ids)
     }
 
     /// `encode` for each text, on so many threads (0: one for each CPU); texts are taken by whoever is free.
     #[pyo3(signature = (texts, *, specials = true, threads = 0))]
     #[allow(clippy::needless_pass_by_value)] // PyO3 extracts owned values.
-    fn encode_batch(&self, py: Python<'_>, texts: Vec<PyBackedStr>, specials: bool, threads: usize) -> Vec<Vec<u32>> {
+    fn encode_batch<'py>(
+        &self,
+        py: Python<'py>,
+        texts: Vec<PyBackedStr>,
+        specials: bool,
+        threads: usize,
+    ) -> PyResult<Vec<Bound<'py, PyList>>> {
         let encode = |text: &str| {
             if specials {
                 self.inner.encode(text)
@@ -78,11 +108,12 @@ impl PyTokenizer {
                 self.inner.encode_plain(text)
             }
         };
-        py.detach(|| {
+        let encoded = py.detach(|| {
             let cpus = || std::thread::available_parallelism().map_or(1, usize::from);
             let threads = if threads == 0 { cpus() } else { threads.min(MAX_THREADS) };
             in_parallel(&texts, threads, |text| encode(text))
-        })
+        });
+        encoded.iter().map(|ids| self.list(py, ids)).collect()
     }
 
     /// The text of `ids`. Bytes that aren't UTF-8 give U+FFFD; ids the vocabulary lacks have no text.
