@@ -430,7 +430,13 @@ class TensorRtLlmConfig:
     moe_tensor_parallel_size: int = setting(0, "GPUs that share each expert; 0 = TensorRT-LLM's choice", minimum=0)
     moe_expert_parallel_size: int = setting(0, "GPUs that divide the experts; 0 = TensorRT-LLM's choice", minimum=0)
     gpus_per_node: int = setting(0, "GPUs of each node; 0 = those that are visible", minimum=0)
+    moe_backend: str = setting(
+        "",
+        "kernels of experts; empty = TensorRT-LLM's choice",
+        choices=("", "AUTO", "CUTLASS", "CUTEDSL", "WIDEEP", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"),
+    )
     enable_attention_dp: bool = setting(False, "each tensor-parallel rank schedules requests of its own")
+    attention_dp_balance: bool = setting(False, "with it: ranks wait a little so that their batches are even")
     orchestrator_type: str = setting("", "who starts the ranks; empty = MPI", choices=("", "rpc", "ray"))
     dtype: str = setting("auto", "of weights that are not quantised")
     load_format: str = setting("auto", "weights, or random ones for measurements", choices=("auto", "dummy"))
@@ -505,6 +511,7 @@ class TensorRtLlmConfig:
     )
     lora_adapters: str = setting("", "adapters, like 'legal=/models/legal,sql=/models/sql'")
     max_lora_rank: int = setting(64, "largest rank of an adapter", minimum=1)
+    max_loras: int = setting(0, "adapters on the GPU at once; 0 = TensorRT-LLM's choice", minimum=0)
     start_timeout_s: float = setting(
         # Half a terabyte of weights from a network disk, then kernels to tune and graphs to capture.
         3600.0,

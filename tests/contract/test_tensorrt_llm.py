@@ -23,12 +23,13 @@ from tests.support.waiting import eventually
 
 from headrace import serving
 from headrace._gateway import block_hashes
-from headrace.config import WorkerConfig
-from headrace.errors import EngineError
+from headrace.config import TensorRtLlmConfig, WorkerConfig
+from headrace.errors import ConfigError, EngineError
 from headrace.serving import Service
 from headrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from headrace.worker import selfbatched
 from headrace.worker.engine import Guided, Handoff, Request, Sampling, Stopping
+from headrace.worker.engines.tensorrt_llm import check_settings
 from headrace.worker.selfbatched import SelfBatched
 from headrace.worker.service import FULL_NAME, WorkerService
 
@@ -387,6 +388,23 @@ async def test_speculation_is_passed_on_and_its_acceptance_told() -> None:
     with pytest.raises(EngineError, match=r"has no MedusaDecodingConfig \(speculative decoding 'Medusa'\)"):
         async with started(settings={"speculative_decoding_type": "Medusa"}):
             pass
+
+
+async def test_what_large_models_need_is_passed_on() -> None:
+    """An unknown value would not start: the stand-in's arguments are as strict as the real ones."""
+    settings = {"tensor_parallel_size": 2, "moe_expert_parallel_size": 2, "moe_backend": "WIDEEP"}
+    settings |= {"enable_attention_dp": True, "attention_dp_balance": True}
+    async with started(settings=settings) as bench:
+        arguments = bench.engine._driver._arguments()  # type: ignore[attr-defined]
+        assert arguments["moe_config"] == {"backend": "WIDEEP"}
+        assert arguments["attention_dp_config"] == {"enable_balance": True}
+        assert len((await bench.ask(prompt(30), max_tokens=3, ignore_eos=True))[0].ids) == 3
+    with pytest.raises(
+        ConfigError, match=r"moe_expert_parallel_size it must be tensor_parallel_size \(2\), got 3 and 2"
+    ):
+        check_settings(
+            CONFIG, TensorRtLlmConfig(tensor_parallel_size=2, moe_tensor_parallel_size=3, moe_expert_parallel_size=2)
+        )
 
 
 async def test_an_unknown_release_is_refused_by_name() -> None:

@@ -33,7 +33,7 @@ pytestmark = [
 PROMPT = [100, 200, 300, 400] * 12
 IMPORTED = """LLM SamplingParams GuidedDecodingParams DisaggregatedParams KvCacheConfig KvCacheRetentionConfig
 CudaGraphConfig SchedulerConfig CacheTransceiverConfig TorchLlmArgs RequestError LoRARequest LoraConfig
-NGramDecodingConfig"""
+NGramDecodingConfig MoeConfig AttentionDpConfig"""
 METHODS = """FP8 FP8_BLOCK_SCALES FP8_PER_CHANNEL_PER_TOKEN NVFP4 W4A16_AWQ W4A8_AWQ W4A16_GPTQ W4A8_MXFP4_FP8
 W4A16_MXFP4 W8A16 W4A16 MIXED_PRECISION NO_QUANT"""
 

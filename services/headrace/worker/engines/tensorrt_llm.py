@@ -225,7 +225,13 @@ class TensorRtLlm:
                 },
             }
         if self._loras:
-            arguments |= {"enable_lora": True, "lora_config": {"max_lora_rank": settings.max_lora_rank}}
+            lora = {"max_lora_rank": settings.max_lora_rank}
+            lora |= {"max_loras": settings.max_loras} if settings.max_loras else {}
+            arguments |= {"enable_lora": True, "lora_config": lora}
+        if settings.moe_backend:
+            arguments["moe_config"] = {"backend": settings.moe_backend}
+        if settings.enable_attention_dp and settings.attention_dp_balance:
+            arguments["attention_dp_config"] = {"enable_balance": True}
         if settings.speculative_decoding_type:
             speculative = {"decoding_type": settings.speculative_decoding_type, "max_draft_len": settings.max_draft_len}
             if settings.speculative_model:

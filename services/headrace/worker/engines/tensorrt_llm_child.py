@@ -124,6 +124,8 @@ class Adapter:
             ("scheduler_config", "SchedulerConfig"),
             ("cuda_graph_config", "CudaGraphConfig"),
             ("lora_config", "LoraConfig"),
+            ("moe_config", "MoeConfig"),
+            ("attention_dp_config", "AttentionDpConfig"),
             ("cache_transceiver_config", "CacheTransceiverConfig"),
         ):
             if isinstance(arguments.get(name), dict):

@@ -8,12 +8,14 @@ from tensorrt_llm.sampling_params import GuidedDecodingParams, SamplingParams
 
 from .llm import LLM, RequestOutput
 from .llm_args import (
+    AttentionDpConfig,
     CacheTransceiverConfig,
     CudaGraphConfig,
     KvCacheConfig,
     KvCacheRetentionConfig,
     LoadFormat,
     LoraConfig,
+    MoeConfig,
     NGramDecodingConfig,
     QuantAlgo,
     SchedulerConfig,
@@ -24,6 +26,7 @@ LlmArgs = TorchLlmArgs
 
 __all__ = [
     "LLM",
+    "AttentionDpConfig",
     "CacheTransceiverConfig",
     "CompletionOutput",
     "CudaGraphConfig",
@@ -36,6 +39,7 @@ __all__ = [
     "LoRARequest",
     "LoadFormat",
     "LoraConfig",
+    "MoeConfig",
     "NGramDecodingConfig",
     "QuantAlgo",
     "RequestError",

@@ -90,6 +90,24 @@ class CudaGraphConfig(_Strict):
     enable_padding: bool = False
 
 
+class MoeConfig(_Strict):
+    """See the contract's list."""
+
+    backend: Literal["AUTO", "CUTLASS", "CUTEDSL", "WIDEEP", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"] = "AUTO"
+    max_num_tokens: int | None = None
+    load_balancer: Any = None
+    disable_finalize_fusion: bool = False
+    use_low_precision_moe_combine: bool = False
+
+
+class AttentionDpConfig(_Strict):
+    """See the contract's list."""
+
+    enable_balance: bool = False
+    timeout_iters: int = 50
+    batching_wait_iters: int = 10
+
+
 class LoraConfig(_Strict):
     """See the contract's list."""
 
@@ -168,7 +186,7 @@ class TorchLlmArgs(_Strict):
     moe_tensor_parallel_size: int | None = None
     moe_expert_parallel_size: int | None = None
     enable_attention_dp: bool = False
-    attention_dp_config: Any = None
+    attention_dp_config: AttentionDpConfig | None = None
     enable_lm_head_tp_in_adp: bool = False
     pp_partition: list[int] | None = None
     cp_config: dict[str, Any] | None = None
@@ -193,7 +211,7 @@ class TorchLlmArgs(_Strict):
     torch_compile_config: Any = None
     enable_autotuner: bool = True
     attn_backend: str = "TRTLLM"
-    moe_config: Any = None
+    moe_config: MoeConfig = Field(default_factory=MoeConfig)
     nvfp4_gemm_config: Any = None
     allreduce_strategy: str | None = "AUTO"
     sampler_type: str = "auto"
