@@ -1,6 +1,6 @@
 """Examples for `headrace route train`: what two quantisations of the embedded model answer, and how far they agree.
 
-    python benchmarks/difficulty_data.py --examples 800 examples.jsonl
+    python benchmarks/difficulty_data.py --examples 400 examples.jsonl
     headrace route train examples.jsonl -o gateway_rs/core/data/difficulty.json
 
 Prompts are made up of the lists below by a seed: facts, sums, yes or no, copying, sorting into classes, translations,
@@ -155,7 +155,7 @@ def made_up(rng: random.Random) -> tuple[list[dict[str, str]], int]:
         messages = earlier + messages
     if rng.random() < 0.3:
         messages.insert(0, {"role": "system", "content": "Answer briefly."})
-    return messages, rng.choice([4, 8, 16, 24, 32, 48])
+    return messages, rng.choice([4, 8, 12, 16])
 
 
 def answer(model: Any, messages: list[dict[str, str]], max_tokens: int) -> str:
@@ -168,7 +168,7 @@ def answer(model: Any, messages: list[dict[str, str]], max_tokens: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--examples", type=int, default=800)
+    parser.add_argument("--examples", type=int, default=400)
     parser.add_argument("--large", default="Q8_0")
     parser.add_argument("--small", default="Q4_0")
     parser.add_argument("--seed", type=int, default=1)

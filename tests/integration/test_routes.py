@@ -131,6 +131,8 @@ async def test_no_worse_variant_serves_unless_it_is_named(lab: Lab) -> None:
     assert (status, content["error"]["code"]) == (503, "unavailable")
     lab.play("'ok'; END")
     assert await served(lab, "chain") == ("ok", "small", "failed")
+    status, _, _ = await lab.post("/v1/completions", body | {"model": "chain"}, {"x-headrace-quality": "full"})
+    assert status == 503
 
 
 async def test_who_has_no_room_in_time_is_passed_over(lab: Lab) -> None:
@@ -167,13 +169,14 @@ async def test_what_has_begun_stays_with_its_variant(lab: Lab) -> None:
     assert [entry.worker.model.name for entry in lab.journal] == ["large"]
 
 
-async def test_when_nobody_serves_a_text_does(lab: Lab) -> None:
+async def test_when_nobody_serves_a_stored_answer_does_and_then_a_text(lab: Lab) -> None:
     small = await lab.worker("small")
     lab.play("'kept'; END")
     assert await served(lab, "chain", "asked before") == ("kept", "small", "failed")
     await small.stop()
     lab.workers.remove(small)
     await lab.sees("small", 0)
+    assert await served(lab, "chain", "asked before") == ("kept", "small", "cached")
     text, variant, why = await served(lab, "chain", "never asked")
     assert (text, variant, why) == ("The serv", "", "degraded")
 

@@ -160,7 +160,7 @@ impl Shared {
     fn new(plane: &Plane, base: &Arc<Base>, hop: usize, more: bool) -> Self {
         let route = &base.route;
         let model = route.hops[hop].clone();
-        let pool = plane.pool(&model.name);
+        let pool = plane.described(&model.name);
         let description = pool.as_ref().and_then(|pool| pool.description.as_ref());
         let more_eos_ids = description.map_or(&[][..], |description| &description.eos_ids);
         let mut eos_ids = model.eos_ids.clone();
@@ -504,7 +504,7 @@ impl Generation {
 
     /// No variant serves it: an answer that was given before, or a text for such times, where the configuration has them.
     fn resort(&mut self, error: &ApiError) -> bool {
-        let Some(alias) = self.shared.route.alias.clone() else {
+        let Some(alias) = self.shared.route.alias.clone().filter(|_| !self.shared.route.strict) else {
             return false;
         };
         let named = |step: &str| alias.config.fallback.iter().any(|each| each == step);
@@ -603,6 +603,7 @@ impl Generation {
         let variant = if part.degraded { "" } else { part.pool.as_str() };
         let fallback = match variant == route.meant.name {
             true => "",
+            false if part.cached_answer => CACHED,
             // A better one had room when that one had none.
             false if self.fell.reason.is_empty() => reason(ErrorCode::Overloaded),
             false => self.fell.reason,
@@ -691,7 +692,8 @@ impl Fell {
                 .iter()
                 .any(|step| step == CACHED || step == DEGRADED)
         };
-        asked.trailing_ones() < route.hops.len() as u32 || route.alias.as_ref().is_some_and(named)
+        let resorts = !route.strict && route.alias.as_ref().is_some_and(named);
+        asked.trailing_ones() < route.hops.len() as u32 || resorts
     }
 }
 

@@ -71,6 +71,8 @@ pub struct Plane {
     pub model_names: Vec<String>,
     /// Names that several of them serve.
     pub routes: Routes,
+    /// Pools as they were when they last had workers, by the names of their models.
+    described: RwLock<HashMap<String, Arc<Pool>>>,
     /// Who asks.
     pub tenants: Arc<Tenants>,
     /// "Who runs it, and when?"
@@ -145,6 +147,7 @@ impl Plane {
                 .collect(),
             other_series: Arc::new(metrics.of_model("other")),
             routes,
+            described: RwLock::default(),
             metrics,
             tracing,
             draining: AtomicBool::new(false),
@@ -191,9 +194,21 @@ impl Plane {
         aliases.chain(models).collect()
     }
 
+    /// The pool that serves a model, as it was described last: what its workers answered may be given again after they left.
+    pub fn described(&self, model: &str) -> Option<Arc<Pool>> {
+        let Some(pool) = self.pool(model).filter(|pool| pool.description.is_some()) else {
+            return self.described.read().get(model).cloned();
+        };
+        let known = |known: &Arc<Pool>| Arc::ptr_eq(known, &pool) || known.description == pool.description;
+        if !self.described.read().get(model).is_some_and(known) {
+            self.described.write().insert(model.to_owned(), pool.clone());
+        }
+        Some(pool)
+    }
+
     /// The weights behind a pool, and how they are run; empty when no worker has said.
     pub fn version(&self, pool: &str) -> String {
-        let pool = self.pool(pool);
+        let pool = self.described(pool);
         let description = pool.as_ref().and_then(|pool| pool.description.as_ref());
         description.map_or_else(String::new, |description| {
             let (engine, weights) = (&description.engine, &description.weights_sha256);

@@ -105,6 +105,8 @@ pub struct Route {
     pub why: Why,
     /// What was seen of it.
     pub features: Option<Features>,
+    /// Nothing worse than the best will do.
+    pub strict: bool,
     /// The agreement that was expected of the one it is meant for.
     pub expected: f32,
 }
@@ -118,6 +120,7 @@ impl Route {
             hops: vec![model],
             equals: 1,
             why: Why::Only,
+            strict: false,
             features: None,
             expected: 1.0,
         }
@@ -288,6 +291,7 @@ impl Routes {
             equals: order.equals,
             meant: model(order.meant),
             why: order.why,
+            strict: wish == Wish::Full,
             features,
             expected: candidates[order.meant].expected,
             alias: Some(alias.clone()),
