@@ -60,7 +60,7 @@ class Fronted:
 
     async def start(self, on_step: Callable[[StepResult], None], on_failure: Callable[[str], None]) -> None:
         _, address = await self._server.__aenter__()
-        config = replace(self._config, engine_address=address, engine_start_timeout_s=20.0)
+        config = replace(self._config, engine_address=address, engine_start_timeout_s=60.0)
         self._front = SelfBatched(
             RemoteEngine(self._dialect, self._folder, config),
             slots=config.slots,
