@@ -43,6 +43,8 @@ pub enum ErrorCode {
     Internal = 15,
     /// No file or batch has that name.
     NotFound = 16,
+    /// A limit of the caller's own was reached, and there is no room again soon.
+    InsufficientQuota = 17,
 }
 
 /// The statuses of gRPC that we use, by their numbers.
@@ -71,7 +73,7 @@ pub enum GrpcCode {
 
 impl ErrorCode {
     /// The whole list.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::InvalidArgument,
         Self::ContextLengthExceeded,
         Self::ModelNotFound,
@@ -88,6 +90,7 @@ impl ErrorCode {
         Self::Cancelled,
         Self::Internal,
         Self::NotFound,
+        Self::InsufficientQuota,
     ];
 
     /// The code with that number of `headrace.v1.ErrorCode`. A number that is not on the list (a newer peer's) is a fault
@@ -112,7 +115,9 @@ impl ErrorCode {
         match self {
             Self::InvalidArgument | Self::ContextLengthExceeded | Self::Unsupported => GrpcCode::InvalidArgument,
             Self::ModelNotFound | Self::NotFound => GrpcCode::NotFound,
-            Self::TooLarge | Self::Overloaded | Self::RateLimitExceeded => GrpcCode::ResourceExhausted,
+            Self::TooLarge | Self::Overloaded | Self::RateLimitExceeded | Self::InsufficientQuota => {
+                GrpcCode::ResourceExhausted
+            }
             Self::Unauthenticated => GrpcCode::Unauthenticated,
             Self::PermissionDenied => GrpcCode::PermissionDenied,
             Self::Unavailable | Self::Draining | Self::WorkerLost => GrpcCode::Unavailable,
@@ -154,6 +159,7 @@ impl ErrorCode {
             Self::Unauthenticated => "authentication_error",
             Self::PermissionDenied => "permission_error",
             Self::Overloaded | Self::RateLimitExceeded => "rate_limit_error",
+            Self::InsufficientQuota => "insufficient_quota",
             Self::Unavailable
             | Self::Draining
             | Self::DeadlineExceeded
@@ -183,6 +189,7 @@ impl ErrorCode {
             Self::Unsupported => "unsupported",
             Self::Cancelled => "cancelled",
             Self::Internal => "internal",
+            Self::InsufficientQuota => "insufficient_quota",
         }
     }
 
@@ -201,7 +208,8 @@ impl ErrorCode {
             | Self::DeadlineExceeded
             | Self::Unsupported
             | Self::Cancelled
-            | Self::Internal => false,
+            | Self::Internal
+            | Self::InsufficientQuota => false,
         }
     }
 }
@@ -386,8 +394,8 @@ mod tests {
         numbers.dedup();
         names.sort_unstable();
         names.dedup();
-        assert_eq!((numbers.len(), names.len()), (16, 16));
-        assert_eq!(numbers, (1..=16).collect::<Vec<_>>());
+        assert_eq!((numbers.len(), names.len()), (17, 17));
+        assert_eq!(numbers, (1..=17).collect::<Vec<_>>());
         assert_eq!(ErrorCode::from_number(99), ErrorCode::Internal);
     }
 

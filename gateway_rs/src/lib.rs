@@ -13,6 +13,7 @@ pub mod blocks;
 mod date;
 pub mod detok;
 pub mod error;
+mod ledger;
 mod memory;
 pub mod openai;
 pub mod plane;

@@ -4,11 +4,12 @@
 //! this turns messages into events and actions into messages, and counts what people want to see. No clock, no sockets.
 
 use std::{
-    collections::{hash_map::Entry, BTreeMap, BTreeSet, HashMap},
+    collections::{hash_map, BTreeMap, BTreeSet, HashMap},
     sync::Arc,
 };
 
 use headrace_core::blocks::Blocks;
+use headrace_core::budgets::{Answer, Budgets, Entry, Kept, Limits as SpendingLimits, Prices};
 use headrace_core::cost::ModelError;
 use headrace_core::credits::{Outlook, Share};
 use headrace_core::index::Limits;
@@ -16,17 +17,17 @@ use headrace_core::place::Why;
 use headrace_core::scheduler::{
     actions::{Action, Grant, Reason, Refusal},
     events::{
-        Ask, Books, Capabilities, Class, Description, Event, Link, Load, Outcome, RunningLease, StepReport,
-        WorkerHello, WorkerState,
+        Ask, Books as LeaseBooks, Capabilities, Class, Description, Event, Link, Load, Outcome, RunningLease,
+        StepReport, WorkerHello, WorkerState,
     },
     pool::PoolView,
     worker::Worker,
     Core, Measures, Policy, Predictions,
 };
 use prost::Message;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use crate::{block_news, proto};
+use crate::{block_news, ledger, proto};
 
 /// A core and its streams.
 pub struct Scheduler {
@@ -38,6 +39,8 @@ pub struct Scheduler {
     traced: BTreeSet<(Link, u64)>,
     /// Workers that a router has been told of, on its stream.
     named: BTreeSet<(Link, Link)>,
+    /// What routers have settled and have not been told to be durable.
+    acks: ledger::Acks,
     counts: Counts,
     wait_buckets_s: Vec<f64>,
     /// The fleet as routers are told, and which version of it.
@@ -64,6 +67,34 @@ pub struct Effects {
     pub spans: Vec<Span>,
     /// For the log.
     pub notes: Vec<String>,
+    /// The ledger has something to do: [`Scheduler::ledger_take`].
+    pub ledger: bool,
+}
+
+/// How the books are kept.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Books {
+    /// There is a ledger.
+    keeps: bool,
+    /// Limits are drawn from a store that other schedulers use too.
+    shared: bool,
+    /// Unix time, less the caller's.
+    unix_offset_s: f64,
+    /// Dollars for an hour of a worker.
+    worker_hour: f64,
+    /// The same, by pool.
+    worker_hours: BTreeMap<String, f64>,
+    /// Seconds for a token of a prompt and of an answer, as measured before this start, by pool.
+    measured: BTreeMap<String, (f64, f64)>,
+}
+
+/// What a tenant may spend, and its share.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TenantSettings {
+    limits: SpendingLimits,
+    weight: f64,
 }
 
 /// A stream to be ended.
@@ -183,6 +214,7 @@ impl Scheduler {
             workers: HashMap::new(),
             traced: BTreeSet::new(),
             named: BTreeSet::new(),
+            acks: ledger::Acks::default(),
             counts: Counts::default(),
             wait_buckets_s,
             view: None,
@@ -210,6 +242,7 @@ impl Scheduler {
                 link,
                 router_id: hello.router_id.into(),
                 running,
+                bookings: hello.bookings,
             });
         }
         for progress in message.progress {
@@ -237,6 +270,14 @@ impl Scheduler {
                 books: books(&release),
             });
         }
+        // Settlements make room as well; and what has been settled is asked no more.
+        for settlement in message.settlements {
+            step.event(Event::Settled {
+                link,
+                number: settlement.number,
+                settlement: Box::new(ledger::settlement(settlement)),
+            });
+        }
         for ask in message.asks {
             step.ask(link, ask);
         }
@@ -257,6 +298,7 @@ impl Scheduler {
         self.routers.remove(&link);
         self.traced.retain(|(of, _)| *of != link);
         self.named.retain(|(router, _)| *router != link);
+        self.acks.forget(link);
         self.one(now_s, Event::RouterLost { link })
     }
 
@@ -264,7 +306,7 @@ impl Scheduler {
     pub fn worker_message(&mut self, now_s: f64, link: Link, message: &[u8]) -> Result<Effects, String> {
         let message = proto::JoinRequest::decode(message).map_err(|error| format!("not a JoinRequest: {error}"))?;
         let mut step = Step::new(self, now_s);
-        if let Entry::Vacant(entry) = step.scheduler.workers.entry(link) {
+        if let hash_map::Entry::Vacant(entry) = step.scheduler.workers.entry(link) {
             let hello = message.hello.ok_or("the first message must have a hello")?;
             let name = format!(
                 "worker {} (instance {}, pool {}, {})",
@@ -275,6 +317,14 @@ impl Scheduler {
             step.event(Event::WorkerJoined {
                 link,
                 hello: Box::new(worker_hello(hello)),
+            });
+        }
+        for orphan in message.orphans {
+            let usage = orphan.usage.unwrap_or_default();
+            step.event(Event::Orphaned {
+                booking: orphan.booking,
+                output_tokens: usage.completion_tokens,
+                cached_tokens: usage.cached_prompt_tokens,
             });
         }
         if let Some(mut load) = message.load {
@@ -298,6 +348,45 @@ impl Scheduler {
             effects.notes.push(format!("{} is out", stream.name));
         }
         effects
+    }
+
+    /// Opens the books, before anything happens, with what an earlier start kept.
+    pub fn open_books(&mut self, now_s: f64, books: Books, tenants: BTreeMap<String, TenantSettings>, kept: Vec<Kept>) {
+        let mut prices = Prices::new(books.worker_hour, books.worker_hours);
+        for (pool, (prompt_s, output_s)) in &books.measured {
+            prices.restore(pool, *prompt_s, *output_s);
+        }
+        let budgets = Budgets::new(books.keeps, books.shared, books.unix_offset_s);
+        self.core.set_books(budgets, prices);
+        self.set_tenants(now_s, tenants);
+        self.core.restore(now_s, kept);
+    }
+
+    /// What tenants may spend, and their shares.
+    pub fn set_tenants(&mut self, now_s: f64, tenants: BTreeMap<String, TenantSettings>) {
+        let names = tenants.into_iter().map(|(name, each)| (Arc::<str>::from(name), each));
+        let (mut limits, mut weights) = (Vec::new(), Vec::new());
+        for (name, each) in names {
+            limits.push((name.clone(), each.limits));
+            weights.push((name, each.weight));
+        }
+        self.core.set_tenants(now_s, limits, weights);
+    }
+
+    /// What the ledger has to do next, in order; when all of it is durable, [`Self::ledger_done`].
+    pub fn ledger_take(&mut self, most: usize) -> Vec<Entry> {
+        self.core.budgets_mut().take(most).iter().cloned().collect()
+    }
+
+    /// It is.
+    pub fn ledger_done(&mut self, now_s: f64, answers: Vec<Answer>) -> Effects {
+        self.one(now_s, Event::LedgerDone { answers })
+    }
+
+    /// Seconds for a token of a prompt and of an answer, by pool, as measured.
+    pub fn measured(&self) -> BTreeMap<String, (f64, f64)> {
+        let measured = self.core.prices().measured();
+        measured.map(|(pool, token_s)| (pool.to_string(), token_s)).collect()
     }
 
     /// The first message of a stream that follows the cache's block news.
@@ -402,6 +491,11 @@ impl Scheduler {
                 })
                 .collect(),
             measures: self.core.measures(),
+            books: BooksStats {
+                open: self.core.budgets().open(),
+                behind: self.core.budgets().behind(),
+                parked: self.core.parked(),
+            },
             blocks: BlockStats {
                 holdings: fleet.blocks().index().holdings(),
                 bytes: fleet.blocks().index().bytes(),
@@ -430,6 +524,7 @@ struct Stats<'a> {
     /// By kind of worker.
     steps: BTreeMap<&'a str, StepStats>,
     measures: Measures,
+    books: BooksStats,
     blocks: BlockStats,
     counts: &'a Counts,
 }
@@ -440,6 +535,14 @@ struct BlockStats {
     holdings: usize,
     bytes: usize,
     gaps: u64,
+}
+
+/// Bookings that are open, entries that are not durable, and asks that wait for that.
+#[derive(Serialize)]
+struct BooksStats {
+    open: usize,
+    behind: usize,
+    parked: usize,
 }
 
 #[derive(Serialize)]
@@ -618,6 +721,7 @@ impl<'a> Step<'a> {
                 };
                 self.command(link, proto::join_response::Command::SetLimits(limits));
             }
+            Action::Settled { link, number, entries } => self.scheduler.acks.add(link, number, entries),
             Action::Preempt { link, lease } => {
                 self.command(link, proto::join_response::Command::Preempt(proto::Preempt { lease }));
             }
@@ -710,6 +814,11 @@ impl<'a> Step<'a> {
     }
 
     fn done(mut self) -> Effects {
+        let budgets = self.scheduler.core.budgets();
+        self.effects.ledger = budgets.behind() > 0;
+        for (link, number) in self.scheduler.acks.due(budgets.done_entries()) {
+            prost::encoding::uint64::encode(4, &number, self.answers.entry(link).or_default());
+        }
         self.effects.sends.extend(self.answers);
         self.effects
     }
@@ -726,7 +835,7 @@ fn is_sampled(traceparent: &str) -> bool {
 
 // Messages to values.
 
-fn class_of(class: i32) -> Class {
+pub(crate) fn class_of(class: i32) -> Class {
     match proto::RequestClass::try_from(class) {
         Ok(proto::RequestClass::Interactive) => Class::Interactive,
         Ok(proto::RequestClass::Batch) => Class::Batch,
@@ -746,7 +855,8 @@ fn core_ask(now_s: f64, ask: proto::place_request::Ask) -> Ask {
     Ask {
         number: ask.ask,
         request_id: ask.request_id.into(),
-        tenant: ask.tenant.into(),
+        // What only measures quality is nobody's to pay.
+        tenant: if ask.shadow { "".into() } else { ask.tenant.into() },
         class: class_of(ask.class),
         pools: texts(ask.pools),
         prompt_tokens: ask.prompt_tokens,
@@ -760,6 +870,9 @@ fn core_ask(now_s: f64, ask: proto::place_request::Ask) -> Ask {
         avoid_instances: texts(ask.avoid_instances),
         session_id: ask.session_id.into(),
         epoch: ask.epoch,
+        booking: ask.booking,
+        alias: ask.alias.into(),
+        committed_tokens: ask.committed_tokens,
     }
 }
 
@@ -771,12 +884,13 @@ fn running_lease(running: proto::router_hello::RunningLease) -> RunningLease {
         tenant: running.tenant.into(),
         prompt_tokens: running.prompt_tokens,
         max_tokens: running.max_tokens,
+        booking: running.booking,
     }
 }
 
-fn books(release: &proto::Release) -> Books {
+fn books(release: &proto::Release) -> LeaseBooks {
     let usage = release.usage.unwrap_or_default();
-    Books {
+    LeaseBooks {
         outcome: match release.outcome() {
             proto::Outcome::Stop | proto::Outcome::ToolCalls => Outcome::Stop,
             proto::Outcome::Length => Outcome::Length,
@@ -885,6 +999,8 @@ fn code(reason: Reason) -> proto::ErrorCode {
         Reason::Unavailable => proto::ErrorCode::Unavailable,
         Reason::Overloaded => proto::ErrorCode::Overloaded,
         Reason::DeadlineExceeded => proto::ErrorCode::DeadlineExceeded,
+        Reason::RateLimitExceeded => proto::ErrorCode::RateLimitExceeded,
+        Reason::InsufficientQuota => proto::ErrorCode::InsufficientQuota,
     }
 }
 
@@ -941,7 +1057,7 @@ mod tests {
         proto::PlaceRequest {
             hello: Some(proto::RouterHello {
                 router_id: "r".into(),
-                running: Vec::new(),
+                ..proto::RouterHello::default()
             }),
             ..proto::PlaceRequest::default()
         }
@@ -977,6 +1093,7 @@ mod tests {
                 state: proto::WorkerState::Ready as i32,
                 ..proto::Load::default()
             }),
+            orphans: Vec::new(),
         }
     }
 

@@ -41,6 +41,7 @@ _Effects: TypeAlias = tuple[
     list[tuple[int, str, str]],
     list[tuple[str, int, int, tuple[Any, ...], tuple[str, ...]]],
     list[str],
+    bool,
 ]
 
 @final
@@ -165,7 +166,7 @@ class Router:
 class Scheduler:
     """The scheduler behind its wire messages. No clock: ``now_s`` is the caller's and never goes back.
 
-    What something led to comes as ``(sends, fleet_changed, ends, spans, notes)``:
+    What something led to comes as ``(sends, fleet_changed, ends, spans, notes, ledger)``:
 
     - ``sends``: ``(link, message)``; those to one router's stream may be concatenated into one message;
     - ``fleet_changed``: all routers are owed ``fleet_view()``;
@@ -173,7 +174,8 @@ class Scheduler:
     - ``spans``: what began and ended of asks whose trace is recorded, ``(kind, link, ask, attributes, context)`` with
       ``began, (request_id, class, prompt_tokens), (traceparent, tracestate)``, ``granted, (worker_id, queue_s)``,
       ``rejected, (code,)`` and ``cancelled, ()``;
-    - ``notes``: for the log.
+    - ``notes``: for the log;
+    - ``ledger``: there is something for ``ledger_take``.
     """
 
     def __new__(
@@ -201,6 +203,28 @@ class Scheduler:
 
     def next_wakeup(self) -> float | None:
         """When to tick at the latest; None = not before something happens."""
+
+    def open_books(self, now_s: float, books_json: str, tenants_json: str, kept: list[tuple[Any, ...]]) -> None:
+        """Before anything else. ``books_json`` has ``keeps`` (there is a ledger), ``shared`` (limits are drawn),
+        ``unix_offset_s``, ``worker_hour``, ``worker_hours`` by pool, and ``measured``; ``tenants_json`` is that of
+        ``set_tenants``; ``kept`` are the open bookings of the last start. Raises ValueError."""
+
+    def set_tenants(self, now_s: float, tenants_json: str) -> None:
+        """``{name: {"limits": {...}, "weight": 1.0}}`` of all tenants. Raises ValueError."""
+
+    def ledger_take(self, most: int) -> list[tuple[Any, ...]]:
+        """What the ledger has to do next, in order; the same until ``ledger_done``. By their first word:
+
+        - ``row`` and ``keep``: the columns of a row and of an open booking, as ``headrace.ledger.store`` has them;
+        - ``forget, booking``: it is open no more;
+        - ``look, tenant, limit, id, from_ms, to_ms, want, at_most``: answer what rows have spent, and what is drawn;
+        - ``return, tenant, limit, id, drawn``: only so much is drawn now."""
+
+    def ledger_done(self, now_s: float, answers: list[tuple[int, int]]) -> _Effects:
+        """All of it is durable. For a ``row`` the first number is whether it was new."""
+
+    def measured(self) -> dict[str, tuple[float, float]]:
+        """Seconds for a token of a prompt and of an answer, by pool."""
 
     def blocks_known(self) -> bytes:
         """The first message of a stream that follows the cache's block news: a ``WatchBlocksRequest``."""

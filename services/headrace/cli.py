@@ -35,6 +35,7 @@ from headrace import __version__, cli_batches, cli_routes
 
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.ledger.store import Store
     from headrace.tls import ClientTls
 
 app = typer.Typer(
@@ -587,6 +588,36 @@ TenantClasses = Annotated[
 ]
 
 
+TokensPerMinute = Annotated[
+    int | None,
+    typer.Option("--tokens-per-minute", help="Of prompts and answers; 0 = no limit.", min=0, show_default="as it is"),
+]
+TokensPerDay = Annotated[int | None, typer.Option("--tokens-per-day", help="UTC.", min=0, show_default="as it is")]
+DollarsPerMonth = Annotated[
+    float | None, typer.Option("--dollars-per-month", help="UTC.", min=0, show_default="as it is")
+]
+ConcurrentRequests = Annotated[
+    int | None,
+    typer.Option("--concurrent-requests", help="That wait or run.", min=0, show_default="as it is"),
+]
+SessionTokens = Annotated[
+    int | None,
+    typer.Option("--session-tokens", help="Of all requests with one session id.", min=0, show_default="as it is"),
+]
+Weight = Annotated[
+    float | None,
+    typer.Option("--weight", help="Share of capacity while others wait too.", show_default="as it is, 1 at first"),
+]
+Roles = Annotated[
+    list[str] | None,
+    typer.Option("--role", help="user, or admin: sees everybody's usage. May be repeated.", show_default="user"),
+]
+
+
+def _named(**limits: float | None) -> dict[str, float]:
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
 def _tenants_file(file: Path | None, config: Path | None) -> Path:
     from headrace.errors import ConfigError
 
@@ -614,6 +645,13 @@ def add_tenant(
     share_prefixes: Annotated[
         bool, typer.Option("--share-prefixes", help="Its KV is reused by others who share, and theirs by it.")
     ] = False,
+    tokens_per_minute: TokensPerMinute = None,
+    tokens_per_day: TokensPerDay = None,
+    dollars_per_month: DollarsPerMonth = None,
+    concurrent_requests: ConcurrentRequests = None,
+    session_tokens: SessionTokens = None,
+    weight: Weight = None,
+    roles: Roles = None,
     file: TenantsFile = None,
     config: ConfigFile = None,
     as_json: Json = False,
@@ -628,6 +666,15 @@ def add_tenant(
             models=models or (),
             classes=classes or (),
             shares_prefixes=share_prefixes,
+            limits=_named(
+                tokens_per_minute=tokens_per_minute,
+                tokens_per_day=tokens_per_day,
+                dollars_per_month=dollars_per_month,
+                concurrent_requests=concurrent_requests,
+                session_tokens=session_tokens,
+            ),
+            weight=1.0 if weight is None else weight,
+            roles=roles or ("user",),
             now_s=time.time(),
             token=secrets.token_hex,
         )
@@ -636,18 +683,77 @@ def add_tenant(
 
 @tenants_app.command("list")
 def list_tenants(file: TenantsFile = None, config: ConfigFile = None, as_json: Json = False) -> None:
-    """List tenants, what they may do, and their keys' ids."""
+    """List tenants, what they may do and spend, what they have spent, and their keys' ids."""
     from headrace import tenants
+    from headrace.errors import ConfigError
+    from headrace.ledger import usage
     from headrace.terminal import show_tenants
 
     known = tenants.read(_tenants_file(file, config))
+    spent: dict[str, dict[str, float]] = {}
+    # Without a ledger nothing is known to be spent.
+    with contextlib.suppress(ConfigError), _ledger(config) as store:
+        spent = {name: usage.spent(store, name, time.time()) for name in known}
     if as_json:
         listed = [{"tenant": name} | dataclasses.asdict(each) for name, each in known.items()]
         for each in listed:
             each["keys"] = [{name: value for name, value in key.items() if name != "sha256"} for key in each["keys"]]
+            each["spent"] = spent.get(each["tenant"])
         sys.stdout.write(json.dumps(listed) + "\n")
     else:
-        show_tenants(known)
+        show_tenants(known, spent)
+
+
+@contextlib.contextmanager
+def _ledger(config: Path | None) -> Iterator[Store]:
+    """The ledger, to be read. Raises ConfigError, also for what goes wrong with it."""
+    from headrace.errors import ConfigError
+    from headrace.ledger.store import Store, StoreError, database_of
+
+    database = database_of(_load(config, None).ledger)
+    if not database:
+        raise ConfigError("ledger.database is empty: no ledger is kept")
+    store = Store.open(database, "", write=False)
+    try:
+        yield store
+    except StoreError as error:
+        raise ConfigError(f"the ledger cannot be read: {error}") from error
+    finally:
+        store.close()
+
+
+@app.command("usage")
+def show_usage(
+    by: Annotated[
+        str, typer.Option(help="What to add up by, of tenant, model, variant, class, outcome, session, day.")
+    ] = "tenant,variant,day",
+    tenant: Annotated[str | None, typer.Option(help="Only this one's.", show_default="everybody's")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="From this day on (2026-11-30, UTC).", show_default="the first")
+    ] = None,
+    until: Annotated[str | None, typer.Option(help="To the end of this day.", show_default="today")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="As CSV.")] = False,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show what was used, what it cost and what was saved, from the ledger of --config."""
+    from headrace.ledger import usage
+    from headrace.terminal import show_usage as show
+
+    question = usage.Question(
+        [each.strip() for each in by.split(",") if each.strip()],
+        tenant,
+        None if since is None else usage.day_s(since),
+        None if until is None else usage.day_s(until, after=True),
+    )
+    with _ledger(config) as store:
+        answer = usage.ask(store, question)
+    if as_json:
+        sys.stdout.write(json.dumps(answer.to_dict()) + "\n")
+    elif as_csv:
+        sys.stdout.write(answer.to_csv())
+    else:
+        show(answer)
 
 
 @tenants_app.command("limit")
@@ -665,10 +771,17 @@ def limit_tenant(
         float | None,
         typer.Option(help="Least agreement with a model's best variant, 0 to 1.", show_default="as it is"),
     ] = None,
+    tokens_per_minute: TokensPerMinute = None,
+    tokens_per_day: TokensPerDay = None,
+    dollars_per_month: DollarsPerMonth = None,
+    concurrent_requests: ConcurrentRequests = None,
+    session_tokens: SessionTokens = None,
+    weight: Weight = None,
+    roles: Roles = None,
     file: TenantsFile = None,
     config: ConfigFile = None,
 ) -> None:
-    """Change what a tenant may do. What isn't named stays as it is."""
+    """Change what a tenant may do and spend. What isn't named stays as it is; a limit of 0 is none."""
     from headrace import tenants
 
     with tenants.changing(_tenants_file(file, config)) as known:
@@ -679,6 +792,15 @@ def limit_tenant(
             classes=() if all_classes else classes or None,
             shares_prefixes=share_prefixes,
             quality_floor=quality_floor,
+            limits=_named(
+                tokens_per_minute=tokens_per_minute,
+                tokens_per_day=tokens_per_day,
+                dollars_per_month=dollars_per_month,
+                concurrent_requests=concurrent_requests,
+                session_tokens=session_tokens,
+            ),
+            weight=weight,
+            roles=roles,
         )
 
 

@@ -581,6 +581,37 @@ class BatchesConfig:
 
 
 @dataclass(frozen=True)
+class LedgerConfig:
+    """The ledger: one row for each request, kept by the scheduler, and what tenants have spent."""
+
+    database: str = setting(
+        "auto",
+        "where: auto = a SQLite file in $XDG_STATE_HOME/headrace (else ~/.local/state/headrace), a file, or"
+        " postgresql://... (needs headrace[postgres]); empty = none: limits count from each start",
+    )
+    name: str = setting("", "this scheduler's name there, the same over restarts; empty = scheduler.address")
+    shared: str = setting(
+        "",
+        "redis://host:port/number of a Redis or Valkey server (needs headrace[redis]) by which several schedulers share"
+        " tenants' limits; empty = this one has them to itself",
+    )
+    retention_days: float = setting(
+        # A month's dollars are counted from rows.
+        400.0,
+        "rows are deleted when they are older",
+        minimum=32.0,
+    )
+
+
+@dataclass(frozen=True)
+class PricesConfig:
+    """What capacity costs. A token's price follows from the steps that workers are measured to take."""
+
+    worker_hour: float = setting(0.0, "dollars for an hour of one worker, with all its GPUs", minimum=0.0)
+    pools: str = setting("", "the same for pools by name, like 'small=0.8,large=7.2'; worker_hour for all others")
+
+
+@dataclass(frozen=True)
 class TlsConfig:
     """TLS. With the three files, every link is mutual TLS and the router's doors speak TLS; without: plain text."""
 
@@ -613,6 +644,8 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    prices: PricesConfig = field(default_factory=PricesConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
 
     def served(self) -> tuple[str, ...]:
@@ -719,6 +752,9 @@ def _check(config: Config) -> None:
         _check_alias(config, alias, f"aliases[{index}]", names)
         names.append(alias.name)
     tenant_weights(config.scheduler.tenant_weights)
+    pool_prices(config.prices.pools)
+    if config.ledger.shared and not config.ledger.database:
+        raise ConfigError("ledger.shared: needs ledger.database: what this scheduler has spent is counted from rows")
     worker = config.worker
     # Other engines size their KV by themselves.
     accounted = worker.engine in ("llama_cpp", "sim")
@@ -787,17 +823,27 @@ def _check_tls(tls: TlsConfig) -> None:
 
 def tenant_weights(text: str) -> dict[str, float]:
     """Shares by tenant. Raises ConfigError."""
-    weights: dict[str, float] = {}
+    return _numbers(text, "scheduler.tenant_weights", "tenant=share")
+
+
+def pool_prices(text: str) -> dict[str, float]:
+    """Dollars for a worker's hour, by pool. Raises ConfigError."""
+    return _numbers(text, "prices.pools", "pool=dollars")
+
+
+def _numbers(text: str, key: str, form: str) -> dict[str, float]:
+    """Names with numbers above 0."""
+    numbers: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        tenant, equals, share = part.rpartition("=")
+        name, equals, value = part.rpartition("=")
         try:
-            weight = float(share)
+            number = float(value)
         except ValueError:
-            weight = math.nan
-        if not equals or not tenant or not (0.0 < weight < math.inf):
-            raise ConfigError(f"scheduler.tenant_weights: expected tenant=share with a share above 0, got {part!r}")
-        weights[tenant] = weight
-    return weights
+            number = math.nan
+        if not equals or not name or not (0.0 < number < math.inf):
+            raise ConfigError(f"{key}: expected {form} with a number above 0, got {part!r}")
+        numbers[name] = number
+    return numbers
 
 
 def _check_listeners(section: str, values: Any) -> None:

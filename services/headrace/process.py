@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -50,6 +51,12 @@ def print_ready(name: str, **fields: str) -> None:
     """Tell whoever started this process that it serves, and where: one line of JSON on standard output."""
     sys.stdout.write(json.dumps({"ready": name, **fields}) + "\n")
     sys.stdout.flush()
+
+
+def state_folder() -> Path:
+    """Where a one-box mesh keeps what it must not forget: ``$XDG_STATE_HOME/headrace``, else ``~/.local/state``."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "headrace"
 
 
 class StopSignals:

@@ -6,6 +6,7 @@ Answers and ready lines go to standard output, everything else to standard error
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from headrace import plan, sim, tenants
     from headrace.bench import Plan, Report, Spread
+    from headrace.ledger import usage
     from headrace.up import Mesh
     from headrace.v1.batches_pb2 import Batch
 
@@ -394,15 +396,52 @@ LIMITS = {
 }
 
 
-def show_tenants(known: tenants.Tenants) -> None:
-    """Who may ask, and for what."""
+def show_tenants(known: tenants.Tenants, spent: dict[str, dict[str, float]]) -> None:
+    """Who may ask, and for what; what each may spend, and has."""
     table = _titled("tenants")
-    for column in ("tenant", "keys", "models", "classes", "KV"):
+    for column in ("tenant", "keys", "models", "classes", "KV", "weight", "limits"):
         table.add_column(column)
     for name, each in known.items():
         keys = [f"{key.id}{'' if key.expires_s is None else f' until {_utc(key.expires_s)}'}" for key in each.keys]
         shares = "shared" if each.shares_prefixes else "its own"
-        table.add_row(name, "\n".join(keys), "\n".join(each.models) or "all", "\n".join(each.classes) or "all", shares)
+        may = ["\n".join(keys), "\n".join(each.models) or "all", "\n".join(each.classes) or "all", shares]
+        table.add_row(name, *may, f"{each.weight:g}", _limits(each, spent.get(name)))
+    stdout().print(table)
+
+
+def _limits(tenant: tenants.Tenant, spent: dict[str, float] | None) -> str:
+    lines = []
+    for name, limit in dataclasses.asdict(tenant.limits).items():
+        if limit:
+            used = (spent or {}).get(name)
+            shown = "" if used is None else f" ({used:,.10g} spent)"
+            lines.append(f"{name} {limit:,.10g}{shown}")
+    return "\n".join(lines) or "none"
+
+
+def show_usage(answer: usage.Usage) -> None:
+    """What was used: a line for each group, and one over all."""
+    table = _titled("usage")
+    by = list(answer.lines[0].group) if answer.lines else []
+    for column in by:
+        table.add_column(column)
+    counts = ("requests", "prompt", "reused", "output", "replayed")
+    for column in (*counts, "dollars", "$/1k tokens", "saved by KV", "by answers"):
+        table.add_column(column, justify="right")
+    for line in [*answer.lines, answer.total]:
+        per_1k = line.dollars_per_1k_tokens
+        table.add_row(
+            *(line.group.get(name, "all") or "-" for name in by),
+            f"{line.requests:,}",
+            f"{line.prompt_tokens:,}",
+            f"{line.cached_prompt_tokens:,}",
+            f"{line.output_tokens:,}",
+            f"{line.replayed_tokens:,}",
+            f"{line.dollars:.6f}",
+            "-" if per_1k is None else f"{per_1k:.6f}",
+            f"{line.prefix_cache_saved_dollars:.6f}",
+            f"{line.response_cache_saved_dollars:.6f}",
+        )
     stdout().print(table)
 
 

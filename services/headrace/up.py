@@ -38,6 +38,7 @@ from headrace import config as configuration
 from headrace import tls as certificates
 from headrace.config import Config, ModelConfig, split_address
 from headrace.errors import ConfigError, HeadraceError
+from headrace.process import state_folder
 from headrace.tls import ClientTls
 
 #: The environment variable by which a child knows whom not to outlive.
@@ -164,6 +165,7 @@ def effective_config(
         "cache.address": "127.0.0.1:0",
         "cache.metrics_address": "127.0.0.1:0",
         "batches.data_dir": str(state_folder() / "batches"),
+        "ledger.database": str(state_folder() / "ledger.db"),
     }
     more = [f"worker.engine={engine}"] if engine else []
     config = configuration.load(path, (*overrides, *more), base)
@@ -178,12 +180,6 @@ def effective_config(
     if not model or model in known:
         return config
     return _with_model_at(config, model)
-
-
-def state_folder() -> Path:
-    """Where a one-box mesh keeps what it must not forget: ``$XDG_STATE_HOME/headrace``, else ``~/.local/state``."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "headrace"
 
 
 def _with_model_at(config: Config, where: str) -> Config:

@@ -76,7 +76,10 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 # Spans are sent soon, where they are sent at all.
-                env=os.environ | more | {"PYTHONPATH": paths, "OTEL_BSP_SCHEDULE_DELAY": "100"},
+                env=os.environ
+                | {"XDG_STATE_HOME": str(log.parent)}
+                | more
+                | {"PYTHONPATH": paths, "OTEL_BSP_SCHEDULE_DELAY": "100"},
                 start_new_session=True,
             )
 
@@ -157,6 +160,7 @@ class Mesh:
         tenants: dict[str, Any] | None = None,
         aliases: str = "",
         batches: dict[str, Any] | None = None,
+        ledger: dict[str, Any] | None = None,
     ) -> None:
         """`sources` are further models by name, as a configuration gives them; `worker` starts a real worker, with
         `environment` beside this process's.
@@ -186,6 +190,8 @@ class Mesh:
             "tls": tls or {},
             "tenants": tenants or {},
             "batches": batches or {},
+            "ledger": {"database": str(folder / "ledger.db")} | (ledger or {}),
+            "prices": {"worker_hour": 3.6},
         }
         self.processes: dict[str, Process] = {}
         self.ready: dict[str, dict[str, str]] = {}

@@ -96,6 +96,12 @@ class SchedulerTap:
             if context.is_active():
                 context.abort(error.code(), error.details())
 
+    def usage(self, request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return self._stub.GetUsage(request)
+        except grpc.RpcError as error:
+            context.abort(error.code(), error.details())
+
     def _asked(self, requests: Iterator[scheduler_pb2.PlaceRequest]) -> Iterator[scheduler_pb2.PlaceRequest]:
         # The router's stream may break at any moment; then there are simply no more requests.
         with contextlib.suppress(grpc.RpcError):
@@ -119,3 +125,6 @@ class _Tapped(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def Place(self, request_iterator: Any, context: grpc.ServicerContext) -> Any:
         return self._tap.place(request_iterator, context)
+
+    def GetUsage(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._tap.usage(request, context)

@@ -31,7 +31,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[router]\nhttp_adress = 'x'", "router.http_adress: unknown key (known: cache, drain_grace_s,"),
-        ("[gateway]\n", "gateway: unknown key (known: aliases, batches, cache, models,"),
+        ("[gateway]\n", "gateway: unknown key (known: aliases, batches, cache, ledger,"),
         ("router = 5", "router: expected a table, got 5"),
         ("[worker]\nslots = 0", "worker.slots: must be at least 1, got 0"),
         ("[worker]\nslots = 5000", "worker.slots: must be at most 4096, got 5000"),

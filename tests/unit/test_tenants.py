@@ -122,3 +122,48 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert run("revoke", "acme")[0] == 0
     code, _, words = run("revoke", "acme")
     assert (code, "no tenant 'acme'" in words) == (2, True)
+
+
+def test_limits_weight_and_roles_are_kept_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    with tenants.changing(path) as known:
+        limits = {"tokens_per_day": 1000, "dollars_per_month": 2.5}
+        tenants.add(known, "acme", limits=limits, weight=3.0, roles=["admin"], now_s=0.0, token=dice())
+        tenants.limit(known, "acme", limits={"tokens_per_minute": 60, "tokens_per_day": 0})
+    (acme,) = tenants.read(path).values()
+    assert acme.limits == tenants.Limits(tokens_per_minute=60, dollars_per_month=2.5)
+    assert acme.limits.for_core()["nano_dollars_per_month"] == 2_500_000_000
+    assert (acme.weight, acme.roles) == (3.0, ["admin"])
+    with tenants.changing(path) as known:
+        for wrong, message in (
+            ({"limits": {"tokens_per_year": 1}}, "a limit is one of tokens_per_minute, "),
+            ({"limits": {"tokens_per_day": -1}}, "tokens_per_day: must be 0"),
+            ({"weight": 0.0}, "weight: must be 0.001 to 1000000, got 0.0"),
+            ({"roles": ["king"]}, "a role is one of user, admin, got 'king'"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                tenants.limit(known, "acme", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_file_of_before_there_were_limits_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text('{"version": 1, "tenants": {"acme": {"keys": [], "models": ["small"]}}}')
+    (acme,) = tenants.read(path).values()
+    assert (acme.limits, acme.weight, acme.roles) == (tenants.Limits(), 1.0, ["user"])
+
+
+def test_a_service_follows_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    with tenants.changing(path) as known:
+        tenants.add(known, "acme", now_s=0.0, token=dice())
+    following = tenants.Following(path)
+    assert list(following.tenants) == ["acme"]
+    assert not following.refresh()
+    with tenants.changing(path) as known:
+        tenants.limit(known, "acme", limits={"tokens_per_day": 5})
+    assert following.refresh()
+    assert following.tenants["acme"].limits.tokens_per_day == 5
+    path.write_text("{")
+    assert not following.refresh()
+    assert following.tenants["acme"].limits.tokens_per_day == 5
+    assert tenants.Following(None).tenants == {}

@@ -4,6 +4,7 @@
 //! the simulator are two drivers of the same code. The extension (`gateway_rs`) is the only user.
 
 pub mod blocks;
+pub mod budgets;
 pub mod cost;
 pub mod credits;
 pub mod index;

@@ -25,6 +25,7 @@ use headrace_core::routing::{refusal::is_refusal, rollout::Ended};
 
 use super::{
     answer::{prompt_entries, Answer, Ending, Entry, Finish, Sink},
+    booking::Booking,
     config::Escalate,
     links::{
         cache::{Found, Lead},
@@ -156,6 +157,12 @@ impl std::ops::Deref for Shared {
 }
 
 impl Shared {
+    /// The model, as the client named it.
+    fn asked_for(&self) -> &str {
+        let alias = self.route.alias.as_ref();
+        alias.map_or(&self.model.name, |alias| &alias.config.name)
+    }
+
     /// `more`: something else could serve it.
     fn new(plane: &Plane, base: &Arc<Base>, hop: usize, more: bool) -> Self {
         let route = &base.route;
@@ -215,6 +222,8 @@ struct Part {
     /// The text is the configuration's.
     degraded: bool,
     first: Option<Instant>,
+    /// None: it asks nobody for anything.
+    booking: Option<Booking>,
 }
 
 enum State {
@@ -230,6 +239,8 @@ enum Opened {
         span: Span,
         lead: Option<Lead>,
         pool: String,
+        queue_s: f32,
+        allowance: u32,
     },
 }
 
@@ -813,6 +824,7 @@ impl Part {
             cached_answer: false,
             degraded: false,
             first: None,
+            booking: (max_tokens > 0).then(|| Booking::open(&plane.scheduler, account(shared))),
         };
         part.start(open);
         Ok(part)
@@ -910,6 +922,7 @@ impl Part {
             lora: request.lora.clone().unwrap_or_default(),
             class: class(request.class) as i32,
             resumed_tokens: committed.len() as u32,
+            booking: self.booking.as_ref().map_or(0, Booking::id),
             cache_salt: self.shared.salt.clone(),
             bypass_prefix_cache: request.bypass_prefix_cache,
             ..Submit::default()
@@ -938,6 +951,9 @@ impl Part {
             ttft_target_ms: request.ttft_target_ms.filter(|_| committed == 0),
             tpot_target_ms: request.tpot_target_ms,
             shadow: self.shared.is_shadow,
+            booking: self.booking.as_ref().map_or(0, Booking::id),
+            alias: self.shared.asked_for().to_owned(),
+            committed_tokens: committed,
             ..Ask::default()
         }
     }
@@ -960,7 +976,17 @@ impl Part {
                         self.replay(answer, origin, sink)?;
                         return Poll::Ready(Ok(()));
                     }
-                    Ok(Opened::Run { run, span, lead, pool }) => {
+                    Ok(Opened::Run {
+                        run,
+                        span,
+                        lead,
+                        pool,
+                        queue_s,
+                        allowance,
+                    }) => {
+                        if let Some(booking) = &mut self.booking {
+                            booking.runs(&pool, queue_s, allowance);
+                        }
                         self.plane.metrics.attempts.inc();
                         self.run_span = Some(span);
                         self.pool = pool;
@@ -1020,6 +1046,8 @@ impl Part {
             let entries = prompt_entries(&self.prompt_ids, &delta.prompt_logprobs);
             (0..self.shared.request.sampling.n).for_each(|choice| sink.prompt(choice, &entries));
         }
+        let within = self.within_allowance(delta);
+        let delta = within.as_ref().unwrap_or(delta);
         let finished = match self.answer.push(delta, sink) {
             Ok(finished) => finished,
             Err(gap) => {
@@ -1027,6 +1055,11 @@ impl Part {
                 return Err(internal(format!("the worker sent {}", gap.0)));
             }
         };
+        if let Some(allowance) = self.allowance().filter(|_| !self.answer.is_done()) {
+            if self.answer.completion_tokens() >= allowance {
+                return Err(over_budget(allowance));
+            }
+        }
         let Some(finish) = &delta.finish else {
             if finished && !self.answer.is_done() {
                 if let State::Running(run) = &self.state {
@@ -1039,6 +1072,29 @@ impl Part {
             self.compare(&usage);
         }
         Ok((!finished).then(|| worker_error(finish)))
+    }
+
+    /// What the request may have over all choices, when that is less than it asked for.
+    fn allowance(&self) -> Option<u32> {
+        let allowance = self.booking.as_ref().map_or(0, |booking| booking.allowance);
+        (allowance > 0).then_some(allowance)
+    }
+
+    /// A delta that reaches the allowance, as far as it goes; None = it doesn't.
+    fn within_allowance(&self, delta: &TokenDelta) -> Option<TokenDelta> {
+        let left = self.allowance()?.saturating_sub(self.answer.completion_tokens()) as usize;
+        if delta.ids.len() < left {
+            return None;
+        }
+        let mut within = delta.clone();
+        within.ids.truncate(left);
+        within.logprobs.truncate(left);
+        // That the worker calls it a length is our doing: it was told to stop there.
+        let length = |finish: &proto::token_delta::Finish| finish.outcome == Outcome::Length as i32;
+        if delta.ids.len() > left || within.finish.as_deref().is_some_and(length) {
+            within.finish = None;
+        }
+        Some(within)
     }
 
     /// Our count is the one that holds; that the worker's differs is worth knowing.
@@ -1088,6 +1144,9 @@ impl Part {
         }
         if let Origin::Cache(pool) = origin {
             self.cached_answer = true;
+            if let Some(booking) = &mut self.booking {
+                booking.replayed(&pool);
+            }
             self.cached_prompt_tokens = self.prompt_ids.len() as u32;
             self.pool = pool;
         }
@@ -1098,7 +1157,10 @@ impl Part {
                 .map_err(|gap| internal(format!("the cache sent {}", gap.0)))?;
         }
         match self.answer.is_done() {
-            true => Ok(()),
+            true => {
+                self.settle(self.ended());
+                Ok(())
+            }
             false => Err(internal("the cached answer has no end")),
         }
     }
@@ -1106,6 +1168,7 @@ impl Part {
     /// Every choice has ended: the worker is told if it doesn't know, and the answer may be given again.
     fn finish(&mut self) {
         self.stop_run(Outcome::Stop);
+        self.settle(self.ended());
         // An answer of another variant is not what was asked for under that name.
         let own = self.pool == self.shared.model.name;
         if let Some(lead) = self.lead.take().filter(|_| own) {
@@ -1170,8 +1233,42 @@ impl Part {
         self.state = State::Opening(Box::pin(async move { Ok(Opened::Replay(answer, Origin::Configured)) }));
     }
 
+    /// How the answer ended, when it did.
+    fn ended(&self) -> Outcome {
+        match self.answer.outcome() {
+            "length" => Outcome::Length,
+            _ => Outcome::Stop,
+        }
+    }
+
+    /// Into the books with it, once.
+    fn settle(&mut self, outcome: Outcome) {
+        let Some(booking) = &mut self.booking else {
+            return;
+        };
+        let ours = matches!(outcome, Outcome::Failed | Outcome::WorkerLost);
+        if self.degraded || (ours && !self.answer.is_shown()) {
+            // No model made that text; or nobody saw what a model made, for a fault of ours.
+            booking.settle(Outcome::Failed, proto::Usage::default());
+            return;
+        }
+        let taken = self.answer.completion_tokens();
+        let whole = self.answer.is_done();
+        booking.settle(
+            outcome,
+            proto::Usage {
+                prompt_tokens: self.prompt_ids.len() as u32,
+                cached_prompt_tokens: self.cached_prompt_tokens,
+                completion_tokens: if whole { taken } else { booking.cut_tokens(taken) },
+            },
+        );
+    }
+
     fn stop_run(&mut self, reason: Outcome) {
         if let State::Running(run) = std::mem::replace(&mut self.state, State::Over) {
+            if let Some(booking) = &mut self.booking {
+                booking.ran(&run.books(), self.answer.resumed() as u32);
+            }
             run.stop(reason, self.answer.completion_tokens() - self.answer.resumed() as u32);
         }
         self.run_span = None;
@@ -1179,12 +1276,15 @@ impl Part {
 
     /// The request failed: what this part still runs is of no use.
     fn stop(&mut self, error: &ApiError) {
-        self.stop_run(match error.code {
+        let outcome = match error.code {
             ErrorCode::DeadlineExceeded => Outcome::Deadline,
             ErrorCode::Cancelled => Outcome::Cancelled,
             ErrorCode::WorkerLost => Outcome::WorkerLost,
+            ErrorCode::RateLimitExceeded | ErrorCode::InsufficientQuota => Outcome::Budget,
             _ => Outcome::Failed,
-        });
+        };
+        self.stop_run(outcome);
+        self.settle(outcome);
         self.lead = None;
     }
 
@@ -1237,6 +1337,9 @@ impl Part {
 
     fn restart(&mut self, open: &OpenRequest) {
         self.wasted_tokens += self.answer.completion_tokens();
+        if let Some(booking) = &mut self.booking {
+            booking.restarts();
+        }
         self.answer.reset(&self.shared.model.tokenizer);
         self.start(open);
     }
@@ -1270,6 +1373,34 @@ impl Part {
     }
 }
 
+impl Drop for Part {
+    /// Its client left: what came until now is what it cost.
+    fn drop(&mut self) {
+        if matches!(self.state, State::Running(_)) {
+            self.stop_run(Outcome::Cancelled);
+        }
+        self.settle(Outcome::Cancelled);
+    }
+}
+
+/// Who asks, for what: the part of a settlement that is known before.
+fn account(shared: &Shared) -> proto::Settlement {
+    let request = &shared.request;
+    proto::Settlement {
+        request_id: shared.request_id.clone(),
+        // Nobody asked for what only measures quality, and nobody pays.
+        tenant: match shared.is_shadow {
+            true => String::new(),
+            false => shared.tenant.name.clone(),
+        },
+        session_id: request.session_id.clone().unwrap_or_default(),
+        alias: shared.asked_for().to_owned(),
+        pool: shared.model.name.clone(),
+        class: class(request.class) as i32,
+        ..proto::Settlement::default()
+    }
+}
+
 /// One attempt, from the question to the run.
 struct Attempt {
     plane: Arc<Plane>,
@@ -1295,7 +1426,8 @@ impl Attempt {
         };
         let mut span = self.parent.child("place", SpanKind::Client);
         self.ask.trace = trace(&span);
-        let placing = self.plane.scheduler.place(self.ask, self.shared.deadline);
+        let must_ask = self.shared.tenant.limited && !self.shared.is_shadow;
+        let placing = self.plane.scheduler.place(self.ask, self.shared.deadline, must_ask);
         let placed = match self.patience {
             None => placing.await,
             Some(patience) => tokio::time::timeout(patience, placing)
@@ -1326,11 +1458,27 @@ impl Attempt {
         };
         self.submit.model.clone_from(&pool);
         self.submit.lease = grant.lease;
+        let (queue_s, allowance) = (grant.queue_s, grant.token_allowance);
+        if let (Some(stopping), true) = (&mut self.submit.stopping, allowance > 0) {
+            let left = allowance.saturating_sub(self.submit.resumed_tokens);
+            if left == 0 {
+                return Err(over_budget(allowance));
+            }
+            stopping.max_tokens = stopping.max_tokens.min(left);
+            stopping.min_tokens = stopping.min_tokens.min(stopping.max_tokens);
+        }
         self.submit.time_left_ms = left_ms(self.shared.deadline);
         self.submit.trace = trace(&span);
         let link = self.plane.workers.link(&grant.instance_id, &grant.address);
         let run = link.submit(self.submit, Some(lease));
-        Ok(Opened::Run { run, span, lead, pool })
+        Ok(Opened::Run {
+            run,
+            span,
+            lead,
+            pool,
+            queue_s,
+            allowance,
+        })
     }
 
     async fn look_up(&self) -> Found {
@@ -1391,6 +1539,11 @@ fn worker_error(finish: &proto::token_delta::Finish) -> ApiError {
 fn waited(patience: Duration) -> ApiError {
     let message = format!("no worker had room within {} s", patience.as_secs_f64());
     ApiError::new(ErrorCode::Overloaded, message).with_retry_after(Duration::from_secs(1))
+}
+
+fn over_budget(allowance: u32) -> ApiError {
+    let message = format!("a limit of this key's tenant left {allowance} tokens for this answer, and they are used up");
+    ApiError::new(ErrorCode::InsufficientQuota, message)
 }
 
 fn deadline_exceeded() -> ApiError {

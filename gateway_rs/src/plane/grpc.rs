@@ -38,8 +38,8 @@ use crate::{
         generate_response::{Delta, Event, FinalUsage, Finish as FinishEvent, Started},
         inference_service_server::{InferenceService, InferenceServiceServer},
         list_models_response, tokenize_request, DetokenizeRequest, DetokenizeResponse, GenerateRequest,
-        GenerateResponse, ListModelsRequest, ListModelsResponse, TextLogprob, TextLogprobs, TokenizeRequest,
-        TokenizeResponse, ToolCallPart, Usage,
+        GenerateResponse, ListModelsRequest, ListModelsResponse, ShowUsageRequest, ShowUsageResponse, TextLogprob,
+        TextLogprobs, TokenizeRequest, TokenizeResponse, ToolCallPart, Usage,
     },
     request::{ChatPrompt, Class, Door, Draft, Guided, GuidedDraft, Prompt, RawChat, RawMessage, ToolChoice},
     tools::CallPart,
@@ -227,6 +227,14 @@ impl InferenceService for Inference {
         let names = plane.names().into_iter();
         let models = names.filter(|(name, _)| tenant.sees(name)).map(describe).collect();
         Ok(Response::new(ListModelsResponse { models }))
+    }
+
+    async fn show_usage(&self, request: Request<ShowUsageRequest>) -> Result<Response<ShowUsageResponse>, Status> {
+        let tenant = self.identify(request.metadata()).map_err(|error| status(&error))?;
+        let question = request.into_inner().question.unwrap_or_default();
+        let report = super::usage::answer(&self.0, &tenant, question).await;
+        let report = Some(report.map_err(|error| status(&error))?);
+        Ok(Response::new(ShowUsageResponse { report }))
     }
 
     async fn tokenize(&self, request: Request<TokenizeRequest>) -> Result<Response<TokenizeResponse>, Status> {

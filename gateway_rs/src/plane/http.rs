@@ -28,7 +28,7 @@ use super::{
     open::OpenRequest,
     sse::{Collected, Events, SseBody},
     tenants::Tenant,
-    Plane,
+    usage, Plane,
 };
 use crate::{
     error::{ApiError, ErrorCode},
@@ -64,6 +64,8 @@ struct Inner;
 pub fn inner_routes(plane: Arc<Plane>) -> Router {
     routes(plane).layer(Extension(Inner))
 }
+/// OpenAI's.
+const SHOULD_RETRY: &str = "x-should-retry";
 
 /// Every path of the door.
 pub fn routes(plane: Arc<Plane>) -> Router {
@@ -88,6 +90,7 @@ pub fn routes(plane: Arc<Plane>) -> Router {
             post(|State(plane): SharedPlane, request: Request| wrap_detokenize(plane, request)),
         )
         .merge(super::batches::http::routes())
+        .route("/v1/usage", get(show_usage))
         .route("/health", get(health))
         .route("/live", get(|| async { json(StatusCode::OK, r#"{"status":"live"}"#) }))
         .route("/metrics", get(metrics))
@@ -411,6 +414,20 @@ fn describe(plane: &Plane, name: &str, model: &Model) -> serde_json::Value {
     })
 }
 
+async fn show_usage(State(plane): SharedPlane, request: Request) -> Response {
+    let asked = identify(&plane, request.headers(), request.extensions())
+        .and_then(|tenant| Ok((tenant, usage::parse(request.uri())?)));
+    drop(request);
+    let answered = match asked {
+        Ok((tenant, question)) => usage::answer(&plane, &tenant, question).await,
+        Err(error) => Err(error),
+    };
+    match answered {
+        Ok(report) => json(StatusCode::OK, usage::body(&report)),
+        Err(error) => failure(&error),
+    }
+}
+
 async fn health(State(plane): SharedPlane) -> Response {
     match plane.is_ready() {
         true => json(StatusCode::OK, r#"{"status":"ok"}"#),
@@ -468,6 +485,12 @@ pub fn failure(error: &ApiError) -> Response {
     let mut response = json(status, error.to_openai_json());
     if let Some(seconds) = error.retry_after_s() {
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+    }
+    if error.http_status() == 429 && !error.retryable {
+        // OpenAI's clients try again at any 429 that does not say this.
+        response
+            .headers_mut()
+            .insert(SHOULD_RETRY, HeaderValue::from_static("false"));
     }
     response
 }

@@ -9,6 +9,7 @@
 
 pub mod answer;
 pub mod batches;
+mod booking;
 pub mod compute;
 pub mod config;
 mod files;
@@ -29,6 +30,7 @@ pub mod sse;
 pub mod tenants;
 pub mod tls;
 pub mod trace;
+mod usage;
 
 use std::{
     collections::HashMap,
@@ -293,8 +295,16 @@ fn same_tokenizer(tokenizers: &HashMap<String, String>, description: &ModelDescr
 
 /// Unix time.
 pub fn unix_s() -> u64 {
+    since_1970().as_secs()
+}
+
+/// The same, with its fraction.
+pub fn unix_s_f64() -> f64 {
+    since_1970().as_secs_f64()
+}
+
+fn since_1970() -> Duration {
     std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .unwrap_or_default()
-        .as_secs()
 }

@@ -4,7 +4,7 @@
 //! read is told of once and leaves the former in force. Without a file, everybody is one tenant without a name that may do
 //! everything.
 //!
-//! What this leaves to others: weights and queues (the scheduler's, by the tenant's name).
+//! What this leaves to others: limits of what is spent, weights and queues (the scheduler's, by the tenant's name).
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -42,6 +42,10 @@ pub struct Tenant {
     classes: Vec<Class>,
     /// The least agreement with a model's best variant that it accepts of another one; from 0 to 1.
     quality_floor: f32,
+    /// What it spends is limited: each of its requests is asked for at the scheduler, who has the books.
+    pub limited: bool,
+    /// May see everybody's usage.
+    pub admin: bool,
 }
 
 impl Tenant {
@@ -201,6 +205,11 @@ struct Entry {
     shares_prefixes: bool,
     #[serde(default)]
     quality_floor: f32,
+    /// By name; 0 = none. What they mean is the scheduler's.
+    #[serde(default)]
+    limits: BTreeMap<String, f64>,
+    #[serde(default)]
+    roles: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -238,6 +247,8 @@ fn read(path: &Path) -> Result<Known, String> {
             models: entry.models,
             quality_floor: entry.quality_floor,
             classes,
+            limited: entry.limits.values().any(|limit| *limit > 0.0),
+            admin: entry.roles.iter().any(|role| role == "admin"),
             name,
         });
         by_name.insert(tenant.name.clone(), tenant.clone());

@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,8 +22,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace import _gateway, metrics, process, serving, tls, tracing
-from headrace.config import Config, SchedulerConfig, tenant_weights
+from headrace import _gateway, metrics, process, serving, tenants, tls, tracing
+from headrace.config import Config, SchedulerConfig, pool_prices, tenant_weights
+from headrace.errors import ConfigError
+from headrace.ledger import usage
+from headrace.ledger.shared import SharedMeters
+from headrace.ledger.store import Answer, Store, StoreError, database_of
+from headrace.ledger.writer import LedgerWriter
 from headrace.scheduler.blocks import BlocksLink
 from headrace.serving import Outbox, StreamError, exchange
 from headrace.v1 import scheduler_pb2, types_pb2
@@ -98,6 +104,14 @@ class SchedulerMetrics(Collector):
         yield GaugeMetricFamily("headrace_scheduler_blocks", "Block holdings that are known", value=blocks["holdings"])
         yield GaugeMetricFamily("headrace_scheduler_block_bytes", "Memory of the prefix index", value=blocks["bytes"])
         yield CounterMetricFamily("headrace_scheduler_block_gaps", "Lost block events", value=blocks["gaps"])
+        books = stats["books"]
+        yield GaugeMetricFamily(
+            "headrace_scheduler_open_bookings", "Requests whose books are open", value=books["open"]
+        )
+        yield GaugeMetricFamily(
+            "headrace_scheduler_unwritten_entries", "What the ledger has yet to write", value=books["behind"]
+        )
+        yield GaugeMetricFamily("headrace_scheduler_parked", "Requests that wait for the ledger", value=books["parked"])
         oddities = CounterMetricFamily("headrace_scheduler_oddities", "What should not happen", labels=["kind"])
         for kind, count in stats["oddities"].items():
             oddities.add_metric([kind], count)
@@ -194,6 +208,7 @@ class SchedulerService:
             "tenant_weights": tenant_weights(config.tenant_weights),
         }
         self._now = now
+        self._weights = tenant_weights(config.tenant_weights)
         self.core = _gateway.Scheduler(
             json.dumps(policy),
             wait_buckets_s=metrics.WAIT_BUCKETS_S,
@@ -212,6 +227,9 @@ class SchedulerService:
         self._idle = asyncio.Event()
         self._rearm = asyncio.Event()
         self._armed_s: float | None = None
+        self._writer: LedgerWriter | None = None
+        #: Where the ledger is; empty = there is none.
+        self.database = ""
 
     # rpcs
 
@@ -266,6 +284,65 @@ class SchedulerService:
         """The fleet as believed."""
         return self.core.fleet(self._now())
 
+    # The books.
+
+    def open_books(
+        self,
+        books: dict[str, Any],
+        known: tenants.Tenants,
+        store: Store | None = None,
+        shared: SharedMeters | None = None,
+        *,
+        retention_s: float = 0.0,
+    ) -> None:
+        """Before anything else, inside the loop: what was left open is taken up, and from now on a ledger is kept."""
+        keeps = {
+            "keeps": store is not None,
+            "shared": shared is not None,
+            "unix_offset_s": time.time() - self._now(),
+            "measured": store.token_times() if store is not None else {},
+        }
+        left = store.open_bookings() if store is not None else []
+        self.core.open_books(self._now(), json.dumps(books | keeps), self._settings(known), left)
+        if store is not None:
+            self._writer = LedgerWriter(self.core, store, shared, self._ledger_done, retention_s=retention_s)
+            self._writer.wake()
+
+    def set_tenants(self, known: tenants.Tenants) -> None:
+        """Limits and weights that are in force from now on."""
+        self.core.set_tenants(self._now(), self._settings(known))
+
+    def _settings(self, known: tenants.Tenants) -> str:
+        """What the core is told of tenants. A weight that the file leaves at 1 is the configuration's."""
+
+        def weight(name: str, tenant: tenants.Tenant) -> float:
+            return tenant.weight if tenant.weight != 1.0 else self._weights.get(name, 1.0)
+
+        return json.dumps(
+            {name: {"limits": each.limits.for_core(), "weight": weight(name, each)} for name, each in known.items()}
+        )
+
+    def _ledger_done(self, answers: list[Answer]) -> None:
+        self._carry_out(self.core.ledger_done(self._now(), answers))
+
+    async def close_books(self) -> None:
+        """Writes what there is."""
+        if self._writer is not None:
+            await self._writer.stop()
+
+    async def GetUsage(
+        self, request: scheduler_pb2.GetUsageRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> scheduler_pb2.GetUsageResponse:
+        """What the ledger says. A long look holds nobody up: it has a thread and a connection of its own."""
+        if not self.database:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no ledger is kept (ledger.database is empty)")
+        try:
+            return await asyncio.to_thread(_look_up, self.database, request.question)
+        except ConfigError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except StoreError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
     # Running.
 
     async def keep_time(self) -> None:
@@ -309,7 +386,9 @@ class SchedulerService:
         self._carry_out(effects)
 
     def _carry_out(self, effects: _Effects) -> None:
-        sends, fleet_changed, ends, spans, notes = effects
+        sends, fleet_changed, ends, spans, notes, ledger = effects
+        if ledger and self._writer is not None:
+            self._writer.wake()
         for span in spans:
             self._span(*span)
         for link, message in sends:
@@ -354,6 +433,22 @@ class SchedulerService:
         _end_span(began, kind)
 
 
+def _look_up(database: str, asked: types_pb2.UsageQuestion) -> scheduler_pb2.GetUsageResponse:
+    question = usage.Question(
+        list(asked.by),
+        asked.tenant if asked.HasField("tenant") else None,
+        asked.from_s if asked.HasField("from_s") else None,
+        asked.to_s if asked.HasField("to_s") else None,
+    )
+    store = Store.open(database, "", write=False)
+    try:
+        answer = usage.ask(store, question)
+    finally:
+        store.close()
+    lines = [types_pb2.UsageLine(**line.to_message()) for line in (*answer.lines, answer.total)]
+    return scheduler_pb2.GetUsageResponse(report=types_pb2.UsageReport(lines=lines[:-1], total=lines[-1]))
+
+
 def _end_span(span: tracing.Span, outcome: str) -> None:
     span.set("headrace.outcome", outcome)
     span.end()
@@ -365,8 +460,32 @@ def add_to_server(servicer: SchedulerService, server: grpc.aio.Server) -> None:
         "Place": grpc.stream_stream_rpc_method_handler(servicer.Place),
         "Join": grpc.stream_stream_rpc_method_handler(servicer.Join),
         "GetFleet": grpc.unary_unary_rpc_method_handler(servicer.GetFleet),
+        "GetUsage": grpc.unary_unary_rpc_method_handler(
+            servicer.GetUsage,
+            request_deserializer=scheduler_pb2.GetUsageRequest.FromString,
+            response_serializer=scheduler_pb2.GetUsageResponse.SerializeToString,
+        ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(FULL_NAME, handlers),))
+
+
+def _open_books(config: Config, servicer: SchedulerService, known: tenants.Tenants) -> None:
+    ledger, prices = config.ledger, config.prices
+    store = shared = None
+    if database := database_of(ledger):
+        try:
+            store = Store.open(database, ledger.name or config.scheduler.address)
+        except ConfigError as error:
+            # Nobody asked for this one: a machine without a place for it serves all the same.
+            if ledger.database != "auto" or ledger.shared:
+                raise
+            log.warning("no ledger is kept, and limits count from this start: %s", error)
+    if store is not None:
+        servicer.database = database
+        if ledger.shared:
+            shared = SharedMeters(ledger.shared, store.name)
+    books = {"worker_hour": prices.worker_hour, "worker_hours": pool_prices(prices.pools)}
+    servicer.open_books(books, known, store, shared, retention_s=ledger.retention_days * 86_400)
 
 
 async def run(config: Config) -> None:
@@ -377,6 +496,9 @@ async def run(config: Config) -> None:
     certificates = tls.load(config.tls)
     service = serving.Service("scheduler", own.address, metrics_address=own.metrics_address, tls=certificates)
     servicer = SchedulerService(own, service.registry)
+    known = tenants.Following(Path(config.tenants.file) if config.tenants.file else None)
+    _open_books(config, servicer, known.tenants)
+    service.spawn(known.watch(servicer.set_tenants), "tenants")
     service.add(add_to_server, servicer, FULL_NAME)
     await service.start()
     service.spawn(servicer.keep_time(), "clock")
@@ -385,4 +507,5 @@ async def run(config: Config) -> None:
     try:
         await service.run_until_stopped(announce=True, drain=servicer.drain, grace_s=own.drain_grace_s)
     finally:
+        await servicer.close_books()
         tracing.shutdown()

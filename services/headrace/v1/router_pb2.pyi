@@ -294,6 +294,18 @@ class TokenizeResponse(_message.Message):
     context_tokens: int
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., context_tokens: _Optional[int] = ...) -> None: ...
 
+class ShowUsageRequest(_message.Message):
+    __slots__ = ("question",)
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    question: _types_pb2.UsageQuestion
+    def __init__(self, question: _Optional[_Union[_types_pb2.UsageQuestion, _Mapping]] = ...) -> None: ...
+
+class ShowUsageResponse(_message.Message):
+    __slots__ = ("report",)
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    report: _types_pb2.UsageReport
+    def __init__(self, report: _Optional[_Union[_types_pb2.UsageReport, _Mapping]] = ...) -> None: ...
+
 class DetokenizeRequest(_message.Message):
     __slots__ = ("model", "ids", "skip_special")
     MODEL_FIELD_NUMBER: _ClassVar[int]

@@ -54,6 +54,11 @@ class InferenceServiceStub(object):
                 request_serializer=headrace_dot_v1_dot_router__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_router__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.ShowUsage = channel.unary_unary(
+                '/headrace.v1.InferenceService/ShowUsage',
+                request_serializer=headrace_dot_v1_dot_router__pb2.ShowUsageRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_router__pb2.ShowUsageResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -93,6 +98,14 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShowUsage(self, request, context):
+        """"What was used, what did it cost, and what was saved?" A tenant hears of itself, an admin of everybody.
+        Errors: INVALID_ARGUMENT, PERMISSION_DENIED, UNAVAILABLE. Safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +128,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=headrace_dot_v1_dot_router__pb2.DetokenizeRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_router__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'ShowUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowUsage,
+                    request_deserializer=headrace_dot_v1_dot_router__pb2.ShowUsageRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_router__pb2.ShowUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +243,33 @@ class InferenceService(object):
             '/headrace.v1.InferenceService/Detokenize',
             headrace_dot_v1_dot_router__pb2.DetokenizeRequest.SerializeToString,
             headrace_dot_v1_dot_router__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.InferenceService/ShowUsage',
+            headrace_dot_v1_dot_router__pb2.ShowUsageRequest.SerializeToString,
+            headrace_dot_v1_dot_router__pb2.ShowUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("hello", "asks", "withdrawals", "releases", "progress", "placed", "shares_known")
+    __slots__ = ("hello", "asks", "withdrawals", "releases", "progress", "placed", "shares_known", "settlements")
     class Placed(_message.Message):
         __slots__ = ("lease", "worker", "ask")
         LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -20,7 +20,7 @@ class PlaceRequest(_message.Message):
         ask: PlaceRequest.Ask
         def __init__(self, lease: _Optional[int] = ..., worker: _Optional[int] = ..., ask: _Optional[_Union[PlaceRequest.Ask, _Mapping]] = ...) -> None: ...
     class Ask(_message.Message):
-        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms", "may_part", "shadow")
+        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms", "may_part", "shadow", "booking", "alias", "committed_tokens")
         ASK_FIELD_NUMBER: _ClassVar[int]
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,9 @@ class PlaceRequest(_message.Message):
         TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
         MAY_PART_FIELD_NUMBER: _ClassVar[int]
         SHADOW_FIELD_NUMBER: _ClassVar[int]
+        BOOKING_FIELD_NUMBER: _ClassVar[int]
+        ALIAS_FIELD_NUMBER: _ClassVar[int]
+        COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
         ask: int
         request_id: str
         tenant: str
@@ -58,7 +61,10 @@ class PlaceRequest(_message.Message):
         tpot_target_ms: int
         may_part: bool
         shadow: bool
-        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., may_part: bool = ..., shadow: bool = ..., **kwargs) -> None: ...
+        booking: int
+        alias: str
+        committed_tokens: int
+        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., may_part: bool = ..., shadow: bool = ..., booking: _Optional[int] = ..., alias: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., **kwargs) -> None: ...
     class Progress(_message.Message):
         __slots__ = ("lease", "output_tokens")
         LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +79,7 @@ class PlaceRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     SHARES_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    SETTLEMENTS_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     asks: _containers.RepeatedCompositeFieldContainer[PlaceRequest.Ask]
     withdrawals: _containers.RepeatedScalarFieldContainer[int]
@@ -80,30 +87,74 @@ class PlaceRequest(_message.Message):
     progress: _containers.RepeatedCompositeFieldContainer[PlaceRequest.Progress]
     placed: _containers.RepeatedCompositeFieldContainer[PlaceRequest.Placed]
     shares_known: int
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., asks: _Optional[_Iterable[_Union[PlaceRequest.Ask, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[int]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[PlaceRequest.Progress, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[PlaceRequest.Placed, _Mapping]]] = ..., shares_known: _Optional[int] = ...) -> None: ...
+    settlements: _containers.RepeatedCompositeFieldContainer[Settlement]
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., asks: _Optional[_Iterable[_Union[PlaceRequest.Ask, _Mapping]]] = ..., withdrawals: _Optional[_Iterable[int]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[PlaceRequest.Progress, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[PlaceRequest.Placed, _Mapping]]] = ..., shares_known: _Optional[int] = ..., settlements: _Optional[_Iterable[_Union[Settlement, _Mapping]]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_id", "running")
+    __slots__ = ("router_id", "running", "bookings")
     class RunningLease(_message.Message):
-        __slots__ = ("lease", "instance_id", "request_id", "tenant", "prompt_tokens", "max_tokens")
+        __slots__ = ("lease", "instance_id", "request_id", "tenant", "prompt_tokens", "max_tokens", "booking")
         LEASE_FIELD_NUMBER: _ClassVar[int]
         INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TENANT_FIELD_NUMBER: _ClassVar[int]
         PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
         MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        BOOKING_FIELD_NUMBER: _ClassVar[int]
         lease: int
         instance_id: str
         request_id: str
         tenant: str
         prompt_tokens: int
         max_tokens: int
-        def __init__(self, lease: _Optional[int] = ..., instance_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+        booking: int
+        def __init__(self, lease: _Optional[int] = ..., instance_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., booking: _Optional[int] = ...) -> None: ...
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    BOOKINGS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     running: _containers.RepeatedCompositeFieldContainer[RouterHello.RunningLease]
-    def __init__(self, router_id: _Optional[str] = ..., running: _Optional[_Iterable[_Union[RouterHello.RunningLease, _Mapping]]] = ...) -> None: ...
+    bookings: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, router_id: _Optional[str] = ..., running: _Optional[_Iterable[_Union[RouterHello.RunningLease, _Mapping]]] = ..., bookings: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Settlement(_message.Message):
+    __slots__ = ("number", "booking", "request_id", "tenant", "session_id", "alias", "pool", "placed_s", "outcome", "ran", "replayed", "usage", "wasted_tokens", "queue_s", "ttft_s", "decode_s", "kv_block_s")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BOOKING_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    CLASS_FIELD_NUMBER: _ClassVar[int]
+    PLACED_S_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    RAN_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    WASTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    booking: int
+    request_id: str
+    tenant: str
+    session_id: str
+    alias: str
+    pool: str
+    placed_s: float
+    outcome: _types_pb2.Outcome
+    ran: bool
+    replayed: bool
+    usage: _types_pb2.Usage
+    wasted_tokens: int
+    queue_s: float
+    ttft_s: float
+    decode_s: float
+    kv_block_s: float
+    def __init__(self, number: _Optional[int] = ..., booking: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., alias: _Optional[str] = ..., pool: _Optional[str] = ..., placed_s: _Optional[float] = ..., outcome: _Optional[_Union[_types_pb2.Outcome, str]] = ..., ran: bool = ..., replayed: bool = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., wasted_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., kv_block_s: _Optional[float] = ..., **kwargs) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("lease", "outcome", "usage", "kv_block_s", "ttft_s", "decode_s")
@@ -122,14 +173,16 @@ class Release(_message.Message):
     def __init__(self, lease: _Optional[int] = ..., outcome: _Optional[_Union[_types_pb2.Outcome, str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., kv_block_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
 
 class PlaceResponse(_message.Message):
-    __slots__ = ("placements", "fleet", "shares")
+    __slots__ = ("placements", "fleet", "shares", "settled")
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     placements: _containers.RepeatedCompositeFieldContainer[Placement]
     fleet: FleetView
     shares: _containers.RepeatedCompositeFieldContainer[Share]
-    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., fleet: _Optional[_Union[FleetView, _Mapping]] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ...) -> None: ...
+    settled: int
+    def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., fleet: _Optional[_Union[FleetView, _Mapping]] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Share(_message.Message):
     __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "decoding", "waiting", "grantor", "gone", "ask_from_tokens")
@@ -263,12 +316,21 @@ class FleetView(_message.Message):
     def __init__(self, pools: _Optional[_Iterable[_Union[FleetView.Pool, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "load")
+    __slots__ = ("hello", "load", "orphans")
+    class Orphan(_message.Message):
+        __slots__ = ("booking", "usage")
+        BOOKING_FIELD_NUMBER: _ClassVar[int]
+        USAGE_FIELD_NUMBER: _ClassVar[int]
+        booking: int
+        usage: _types_pb2.Usage
+        def __init__(self, booking: _Optional[int] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ...) -> None: ...
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ORPHANS_FIELD_NUMBER: _ClassVar[int]
     hello: JoinHello
     load: _worker_pb2.Load
-    def __init__(self, hello: _Optional[_Union[JoinHello, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ...) -> None: ...
+    orphans: _containers.RepeatedCompositeFieldContainer[JoinRequest.Orphan]
+    def __init__(self, hello: _Optional[_Union[JoinHello, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., orphans: _Optional[_Iterable[_Union[JoinRequest.Orphan, _Mapping]]] = ...) -> None: ...
 
 class JoinHello(_message.Message):
     __slots__ = ("worker_id", "instance_id", "pool", "address", "description", "startup_s", "role", "kv_token_bytes")
@@ -337,6 +399,18 @@ class SetLimits(_message.Message):
     slots: int
     pair_tokens: float
     def __init__(self, chunk_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., pair_tokens: _Optional[float] = ...) -> None: ...
+
+class GetUsageRequest(_message.Message):
+    __slots__ = ("question",)
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    question: _types_pb2.UsageQuestion
+    def __init__(self, question: _Optional[_Union[_types_pb2.UsageQuestion, _Mapping]] = ...) -> None: ...
+
+class GetUsageResponse(_message.Message):
+    __slots__ = ("report",)
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    report: _types_pb2.UsageReport
+    def __init__(self, report: _Optional[_Union[_types_pb2.UsageReport, _Mapping]] = ...) -> None: ...
 
 class GetFleetRequest(_message.Message):
     __slots__ = ()

@@ -49,6 +49,11 @@ class SchedulerServiceStub(object):
                 request_serializer=headrace_dot_v1_dot_scheduler__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_scheduler__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/headrace.v1.SchedulerService/GetUsage',
+                request_serializer=headrace_dot_v1_dot_scheduler__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_scheduler__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -81,6 +86,13 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """"What was used?" From the ledger. Errors: INVALID_ARGUMENT; UNAVAILABLE (no ledger, or it cannot be read). Safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +110,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetFleet,
                     request_deserializer=headrace_dot_v1_dot_scheduler__pb2.GetFleetRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_scheduler__pb2.GetFleetResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=headrace_dot_v1_dot_scheduler__pb2.GetUsageRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_scheduler__pb2.GetUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +198,33 @@ class SchedulerService(object):
             '/headrace.v1.SchedulerService/GetFleet',
             headrace_dot_v1_dot_scheduler__pb2.GetFleetRequest.SerializeToString,
             headrace_dot_v1_dot_scheduler__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.SchedulerService/GetUsage',
+            headrace_dot_v1_dot_scheduler__pb2.GetUsageRequest.SerializeToString,
+            headrace_dot_v1_dot_scheduler__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

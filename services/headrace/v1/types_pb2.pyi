@@ -46,6 +46,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_CANCELLED: _ClassVar[ErrorCode]
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
     ERROR_CODE_NOT_FOUND: _ClassVar[ErrorCode]
+    ERROR_CODE_INSUFFICIENT_QUOTA: _ClassVar[ErrorCode]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_STOP: Outcome
 OUTCOME_LENGTH: Outcome
@@ -77,6 +78,7 @@ ERROR_CODE_UNSUPPORTED: ErrorCode
 ERROR_CODE_CANCELLED: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
 ERROR_CODE_NOT_FOUND: ErrorCode
+ERROR_CODE_INSUFFICIENT_QUOTA: ErrorCode
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retryable", "retry_after_ms", "param")
@@ -249,3 +251,60 @@ class Capabilities(_message.Message):
     kv_handoff: bool
     batch_invariant: bool
     def __init__(self, guided: _Optional[_Iterable[str]] = ..., logprobs: bool = ..., prompt_logprobs: bool = ..., lora: _Optional[_Iterable[str]] = ..., kv_handoff: bool = ..., batch_invariant: bool = ...) -> None: ...
+
+class UsageQuestion(_message.Message):
+    __slots__ = ("by", "tenant", "from_s", "to_s")
+    BY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FROM_S_FIELD_NUMBER: _ClassVar[int]
+    TO_S_FIELD_NUMBER: _ClassVar[int]
+    by: _containers.RepeatedScalarFieldContainer[str]
+    tenant: str
+    from_s: float
+    to_s: float
+    def __init__(self, by: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., from_s: _Optional[float] = ..., to_s: _Optional[float] = ...) -> None: ...
+
+class UsageLine(_message.Message):
+    __slots__ = ("group", "requests", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "wasted_tokens", "replayed_requests", "replayed_tokens", "dollars", "prefix_cache_saved_dollars", "response_cache_saved_dollars", "mean_ttft_s", "dollars_per_1k_tokens")
+    class GroupEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WASTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DOLLARS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_SAVED_DOLLARS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_CACHE_SAVED_DOLLARS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    DOLLARS_PER_1K_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    group: _containers.ScalarMap[str, str]
+    requests: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+    wasted_tokens: int
+    replayed_requests: int
+    replayed_tokens: int
+    dollars: float
+    prefix_cache_saved_dollars: float
+    response_cache_saved_dollars: float
+    mean_ttft_s: float
+    dollars_per_1k_tokens: float
+    def __init__(self, group: _Optional[_Mapping[str, str]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., dollars: _Optional[float] = ..., prefix_cache_saved_dollars: _Optional[float] = ..., response_cache_saved_dollars: _Optional[float] = ..., mean_ttft_s: _Optional[float] = ..., dollars_per_1k_tokens: _Optional[float] = ...) -> None: ...
+
+class UsageReport(_message.Message):
+    __slots__ = ("lines", "total")
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedCompositeFieldContainer[UsageLine]
+    total: UsageLine
+    def __init__(self, lines: _Optional[_Iterable[_Union[UsageLine, _Mapping]]] = ..., total: _Optional[_Union[UsageLine, _Mapping]] = ...) -> None: ...

@@ -45,6 +45,15 @@ class SchedulerLink:
         self._changed = asyncio.Event()
         self._reported = asyncio.Event()
         self._joined = False
+        #: Requests whose router was lost: all that are known, for a new stream; and those to be told on this one.
+        self.known_orphans: Callable[[], list[scheduler_pb2.JoinRequest.Orphan]] = list
+        self._orphans: list[scheduler_pb2.JoinRequest.Orphan] = []
+
+    def tell_of(self, orphans: list[scheduler_pb2.JoinRequest.Orphan]) -> None:
+        """These requests' router was lost."""
+        if self._joined:
+            self._orphans += orphans
+            self._changed.set()
 
     def state_changed(self) -> None:
         """Report at once."""
@@ -78,14 +87,18 @@ class SchedulerLink:
                     self._on_command(message)
 
         try:
-            await call.write(scheduler_pb2.JoinRequest(hello=self._hello(), load=self._report()))
+            self._orphans.clear()
+            await call.write(
+                scheduler_pb2.JoinRequest(hello=self._hello(), load=self._report(), orphans=self.known_orphans())
+            )
             reader = asyncio.create_task(read())
             while not reader.done():
                 # One timer for both: whichever comes first, the next report counts from it.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), heartbeat_s)
                 self._changed.clear()
-                await call.write(scheduler_pb2.JoinRequest(load=self._report()))
+                orphans, self._orphans = self._orphans, []
+                await call.write(scheduler_pb2.JoinRequest(load=self._report(), orphans=orphans))
                 if not self._changed.is_set():
                     self._reported.set()
             await reader

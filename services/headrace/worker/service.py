@@ -79,6 +79,9 @@ _MAX_UNREAD = 32768
 _DELTAS_IN_MESSAGE = 4096
 _STEPS_IN_REPORT = 64
 _GOODBYE_S = 0.5
+#: Of each router's requests, and of those whose router was lost: so many of the last ones are told of.
+_ENDED_KEPT = 1024
+_ORPHANS_KEPT = 8192
 #: For KV that has been computed to begin to come.
 _BEGIN_S = 1.0
 
@@ -111,9 +114,18 @@ class _Open:
     began_ns: int
     submitted_s: float
     lease: int
+    booking: int
     #: Its grammar is being compiled, or its KV fetched: the engine does not know it yet.
     checking: asyncio.Task[None] | None = None
     ended: set[int] = field(default_factory=set)
+    #: Given to its router so far.
+    given: int = 0
+    cached_prompt_tokens: int = 0
+
+    def told(self) -> _Given:
+        """What is kept of it."""
+        return self.booking, self.given, self.cached_prompt_tokens
+
     #: How its answer begins, where its prompt is another worker's to compute.
     proceed: asyncio.Future[worker_pb2.Proceed] | None = None
     #: Of its answer, ids that the engine knows as a part of the prompt; of the prompt, tokens whose KV was fetched.
@@ -124,6 +136,10 @@ class _Open:
     otherwise: Request | None = None
 
 
+#: A booking, the ids that its router was given, and how much of its prompt was reused.
+_Given = tuple[int, int, int]
+
+
 class RouterStream:
     """One Run stream, or another door's request that goes the same way."""
 
@@ -132,6 +148,8 @@ class RouterStream:
         self.greeted = False
         self.outbox: Outbox[_Item] = Outbox(_MAX_UNREAD, batch=_DELTAS_IN_MESSAGE)
         self.requests: dict[int, _Open] = {}
+        #: Those that ended last: their router may be lost before it has booked them.
+        self.ended: deque[_Given] = deque(maxlen=_ENDED_KEPT)
 
 
 #: What waits on a stream.
@@ -146,6 +164,7 @@ class WorkerMetrics(Collector):
         self.received = received
         self.finished = dict.fromkeys(_OUTCOME_NAMES.values(), 0)
         self.steps = 0
+        self.given = 0
         self.queue = Histogram(
             "headrace_worker_queue_seconds",
             "From arrival to the engine's start",
@@ -189,6 +208,8 @@ class WorkerMetrics(Collector):
         tokens.add_metric(["prompt"], load.prompt_tokens_total)
         tokens.add_metric(["cached_prompt"], load.cached_prompt_tokens_total)
         tokens.add_metric(["completion"], load.completion_tokens_total)
+        # Those of answers, but for what was computed when nobody wanted it any more: what the ledger must have.
+        tokens.add_metric(["given"], self.given)
         yield tokens
         drafts = CounterMetricFamily("headrace_worker_draft_tokens", "Ids guessed ahead, by fate", labels=["fate"])
         drafts.add_metric(["accepted"], load.accepted_draft_tokens_total)
@@ -228,6 +249,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         #: Called after each change of state, and after new block events.
         self.on_state: Callable[[], None] = lambda: None
         self.on_blocks: Callable[[], None] = lambda: None
+        #: Called with requests whose router was lost.
+        self.on_orphans: Callable[[list[scheduler_pb2.JoinRequest.Orphan]], None] = lambda orphans: None
+        #: The last of them, for a scheduler that is new.
+        self.orphans: deque[scheduler_pb2.JoinRequest.Orphan] = deque(maxlen=_ORPHANS_KEPT)
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._config = config
         self._engine = engine
@@ -402,8 +427,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             yield stream
         finally:
             self._streams.discard(stream)
+            orphans = [*stream.ended, *(open_.told() for open_ in stream.requests.values())]
             for open_ in list(stream.requests.values()):
                 self._abandon(open_)
+            self._tell_of(orphans)
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -464,6 +491,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             began_ns=time.time_ns(),
             submitted_s=self._now(),
             lease=submit.lease,
+            booking=submit.booking,
         )
         stream.requests[submit.request] = self._open[open_.key] = open_
         self._idle.clear()
@@ -609,6 +637,20 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._handoffs.give_up(open_.key)
         self._close(open_)
 
+    def _tell_of(self, lost: list[_Given]) -> None:
+        """A router is gone: what it was given, nobody else can say."""
+        orphans = [
+            scheduler_pb2.JoinRequest.Orphan(
+                booking=booking,
+                usage=types_pb2.Usage(completion_tokens=given, cached_prompt_tokens=cached),
+            )
+            for booking, given, cached in lost
+            if booking
+        ]
+        if orphans:
+            self.orphans.extend(orphans)
+            self.on_orphans(orphans)
+
     def _refuse(self, open_: _Open, why: types_pb2.Error) -> None:
         for choice in range(open_.choices):
             self._finish(open_, choice, types_pb2.OUTCOME_REJECTED, why)
@@ -664,6 +706,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def _deliver(self, open_: _Open, delta: Delta) -> None:
         open_.stream.outbox.put((open_, delta))
+        open_.given += len(delta.ids)
+        self._metrics.given += len(delta.ids)
+        if delta.cached_prompt_tokens is not None:
+            open_.cached_prompt_tokens = delta.cached_prompt_tokens
         if delta.finish is not None:
             open_.ended.add(delta.choice)
             self._metrics.finished[_OUTCOME_NAMES.get(delta.finish.outcome, "failed")] += 1
@@ -683,6 +729,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _close(self, open_: _Open) -> None:
         open_.span.end()
         open_.stream.requests.pop(open_.number, None)
+        open_.stream.ended.append(open_.told())
         self._open.pop(open_.key, None)
         self._aside.discard(open_.key)
         if not self._open:
@@ -1012,6 +1059,8 @@ def _links(
         scheduler = SchedulerLink(
             config.scheduler, hello, servicer.report, servicer.on_command, certificates, servicer.on_scheduler_lost
         )
+        scheduler.known_orphans = lambda: list(servicer.orphans)
+        servicer.on_orphans = scheduler.tell_of
     if config.cache and config.prefix_cache:
         cache = CacheLink(config.cache, blocks_hello, servicer.blocks, certificates)
     return scheduler, cache

@@ -29,6 +29,16 @@ pub enum Action {
     },
     /// The ask will not run.
     Refused(Box<Refusal>),
+    /// A request is settled: tell its router when so many entries of the books are done
+    /// ([`crate::budgets::Budgets::done_entries`]).
+    Settled {
+        /// The router's stream.
+        link: Link,
+        /// The router's number for it.
+        number: u64,
+        /// So many.
+        entries: u64,
+    },
     /// The worker is in the fleet.
     Welcomed {
         /// Its stream.
@@ -173,6 +183,10 @@ pub enum Reason {
     Overloaded,
     /// Its deadline passed.
     DeadlineExceeded,
+    /// A limit of its tenant, of which there is room again soon.
+    RateLimitExceeded,
+    /// A limit of its tenant, of which there is no room soon.
+    InsufficientQuota,
 }
 
 impl Reason {
@@ -184,6 +198,8 @@ impl Reason {
             Self::Unavailable => "unavailable",
             Self::Overloaded => "overloaded",
             Self::DeadlineExceeded => "deadline_exceeded",
+            Self::RateLimitExceeded => "rate_limit_exceeded",
+            Self::InsufficientQuota => "insufficient_quota",
         }
     }
 }

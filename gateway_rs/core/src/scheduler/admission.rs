@@ -23,7 +23,7 @@ impl Core {
         if !self.routers_by_link.contains_key(&link) {
             return;
         }
-        if self.queue.find(link, ask.number).is_some() {
+        if self.queue.find(link, ask.number).is_some() || self.parking.contains(link, ask.number) {
             let message = format!("ask {} was asked twice", ask.number);
             self.actions.push(Action::RouterDropped { link, message });
             self.router_lost(link);
@@ -33,6 +33,13 @@ impl Core {
             self.actions.push(Action::Refused(Box::new(refusal)));
             return;
         }
+        if let Some(ask) = self.may_spend(link, ask) {
+            self.enqueue(link, ask);
+        }
+    }
+
+    /// An ask that may run is placed, or waits for its turn.
+    pub(super) fn enqueue(&mut self, link: Link, ask: Box<Ask>) {
         self.demanded(link);
         let due_s = self.due_s(&ask);
         let class = ask.class;
@@ -62,7 +69,7 @@ impl Core {
     }
 
     /// Why an ask cannot even wait, if so.
-    fn refusal(&self, link: Link, ask: &Ask) -> Option<Refusal> {
+    pub(super) fn refusal(&self, link: Link, ask: &Ask) -> Option<Refusal> {
         let refuse = |reason, message| {
             Some(Refusal {
                 link,
@@ -185,6 +192,8 @@ impl Core {
         // Otherwise its answer is under way, and a release will answer that.
         if let Some(place) = self.queue.find(link, ask) {
             self.remove_waiting(place);
+        } else {
+            self.parking.remove(|of, number| of == link && number == ask);
         }
     }
 

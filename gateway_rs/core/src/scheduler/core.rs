@@ -29,8 +29,13 @@ use super::{
     policy::Policy,
     queue::Queue,
     rate::Rate,
+    spending::Parking,
 };
-use crate::{blocks::Blocks, place::Placer};
+use crate::{
+    blocks::Blocks,
+    budgets::{Budgets, Prices},
+    place::Placer,
+};
 
 /// Routers hear of changes in the fleet at most so often: many workers that come at once are one change.
 const FLEET_INTERVAL_S: f64 = 0.05;
@@ -120,6 +125,9 @@ pub struct Core {
     pub(super) seen_pools: BTreeSet<Arc<str>>,
     pub(super) silence_check_s: f64,
     pub(super) lending: Lending,
+    pub(super) budgets: Budgets,
+    pub(super) prices: Prices,
+    pub(super) parking: Parking,
     pub(super) actions: Vec<Action>,
 }
 
@@ -156,6 +164,9 @@ impl Core {
             seen_pools: BTreeSet::new(),
             silence_check_s: f64::INFINITY,
             lending: Lending::default(),
+            budgets: Budgets::default(),
+            prices: Prices::default(),
+            parking: Parking::default(),
             actions: Vec::new(),
             policy,
         }
@@ -182,7 +193,8 @@ impl Core {
                 link,
                 router_id,
                 running,
-            } => self.router_joined(link, router_id, running),
+                bookings,
+            } => self.router_joined(link, router_id, running, bookings),
             Event::RouterLost { link } => self.router_lost(link),
             Event::WorkerJoined { link, hello } => self.worker_joined(link, *hello),
             Event::WorkerLost { link } => self.remove_worker(link),
@@ -194,6 +206,17 @@ impl Core {
                 ask,
             } => self.placed(link, lease, worker, &ask),
             Event::KnowsShares { link, number } => self.knows_shares(link, number),
+            Event::Settled {
+                link,
+                number,
+                settlement,
+            } => self.settled(link, number, *settlement),
+            Event::Orphaned {
+                booking,
+                output_tokens,
+                cached_tokens,
+            } => self.budgets.grows(booking, output_tokens, cached_tokens),
+            Event::LedgerDone { answers } => self.ledger_done(&answers),
             Event::Tick => {}
         }
         if self.fleet.changed && self.now_s >= self.fleet_told_s + FLEET_INTERVAL_S {
@@ -225,6 +248,9 @@ impl Core {
         }
         if let Some(look_s) = self.lending.next_s() {
             earliest_s = earliest_s.min(look_s);
+        }
+        if let Some(parked_s) = self.parking.next_s() {
+            earliest_s = earliest_s.min(parked_s);
         }
         (earliest_s < f64::INFINITY).then_some(earliest_s)
     }
@@ -297,6 +323,7 @@ impl Core {
             self.refuse_waiting(place, Reason::DeadlineExceeded, message, 0);
         }
         self.queue.age(self.now_s);
+        self.pass_time_in_books();
         if self.silence_check_s <= self.now_s {
             self.drop_silent_workers();
         }

@@ -6,6 +6,8 @@
 
 use std::sync::Arc;
 
+use crate::budgets::{Answer, Booking, Settlement};
+
 /// One stream of a router or worker.
 pub type Link = u64;
 
@@ -23,6 +25,8 @@ pub enum Event {
         router_id: Arc<str>,
         /// What still runs.
         running: Vec<RunningLease>,
+        /// Bookings that it has yet to settle, or to hear of that they are.
+        bookings: Vec<Booking>,
     },
     /// A router's Place stream ended.
     RouterLost {
@@ -53,6 +57,29 @@ pub enum Event {
         link: Link,
         /// The last one.
         number: u64,
+    },
+    /// A request has ended; its router is told when this is durable.
+    Settled {
+        /// The router's stream.
+        link: Link,
+        /// The router's number for it, counting up.
+        number: u64,
+        /// What it cost.
+        settlement: Box<Settlement>,
+    },
+    /// A worker has lost the router of a request, to which it had given so much.
+    Orphaned {
+        /// The request's.
+        booking: Booking,
+        /// Of its last attempt.
+        output_tokens: u32,
+        /// Of its prompt.
+        cached_tokens: u32,
+    },
+    /// All that was taken from the books ([`crate::budgets::Budgets::take`]) has been done.
+    LedgerDone {
+        /// One for each.
+        answers: Vec<Answer>,
     },
     /// The client of an ask left; no answer is owed any more.
     Withdrawn {
@@ -175,6 +202,12 @@ pub struct Ask {
     pub session_id: Arc<str>,
     /// The attempt, from 1.
     pub epoch: u32,
+    /// The request's entry in the books ([`crate::budgets`]), the same for all attempts; 0 = it has none.
+    pub booking: u64,
+    /// The model, as the client named it.
+    pub alias: Arc<str>,
+    /// Of the prompt, what is the answer's own beginning, which earlier attempts brought.
+    pub committed_tokens: u32,
 }
 
 impl Default for Ask {
@@ -195,8 +228,11 @@ impl Default for Ask {
             ttft_target_s: None,
             tpot_target_s: None,
             avoid_instances: Vec::new(),
-            session_id: none,
+            session_id: none.clone(),
             epoch: 1,
+            booking: 0,
+            alias: none,
+            committed_tokens: 0,
         }
     }
 }
@@ -216,6 +252,8 @@ pub struct RunningLease {
     pub prompt_tokens: u32,
     /// Tokens at most for each choice; 0 = not said.
     pub max_tokens: u32,
+    /// Its request's entry in the books; 0 = it has none.
+    pub booking: Booking,
 }
 
 /// How a request ended.

@@ -44,18 +44,25 @@ pub struct Accounts {
 impl Accounts {
     /// Nobody has had anything. `weights`: shares of tenants; 1 for those not named.
     pub fn new(quantum: f64, weights: impl IntoIterator<Item = (Arc<str>, f64)>) -> Self {
-        Self {
+        let mut accounts = Self {
             quantum: quantum.max(1.0),
-            weights: weights
-                .into_iter()
-                .map(|(name, weight)| (name, weight.max(1e-3)))
-                .collect(),
+            weights: Map::default(),
             accounts: Vec::new(),
             free: Vec::new(),
             by_key: Map::default(),
             pools: Map::default(),
             rounds: Vec::new(),
-        }
+        };
+        accounts.set_weights(weights);
+        accounts
+    }
+
+    /// Shares of tenants, for accounts that are opened from now on.
+    pub fn set_weights(&mut self, weights: impl IntoIterator<Item = (Arc<str>, f64)>) {
+        self.weights = weights
+            .into_iter()
+            .map(|(name, weight)| (name, weight.max(1e-3)))
+            .collect();
     }
 
     /// A request of that tenant comes to that pool: its account, which is kept until as many have closed it.

@@ -66,6 +66,8 @@ pub struct Lease {
     pub preempted: u32,
     /// The router's stream, when it placed this by itself.
     pub by_credit: Option<Link>,
+    /// Its request's entry in the books; 0 = it has none.
+    pub booking: u64,
 }
 
 /// How far a request is.

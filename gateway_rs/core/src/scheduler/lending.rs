@@ -102,7 +102,12 @@ impl Core {
             tpot_target_s: self.policy.tpot_target_s(ask),
             preempted: 0,
             by_credit: Some(link),
+            booking: ask.booking,
         };
+        let (router_id, pool) = (router_id.clone(), held.hello.pool.clone());
+        let price = self.prices.of(&pool);
+        self.budgets.placed(self.now_s, &router_id, ask, price);
+        self.budgets.runs(ask.booking, &pool, price);
         self.lending.ledger.placed(link, worker, room_of(&lease));
         self.demanded(link);
         self.hold(lease);

@@ -14,7 +14,7 @@ use super::{
     queue::{Place, Urgency},
     rate::Rate,
 };
-use crate::cost::Shape;
+use crate::{budgets::Booking, cost::Shape};
 
 /// Prompts are cut so that a step stays within this share of the time between tokens.
 const CHUNK_SHARE: f64 = 0.9;
@@ -22,7 +22,13 @@ const CHUNK_SHARE: f64 = 0.9;
 impl Core {
     // Routers.
 
-    pub(super) fn router_joined(&mut self, link: Link, router_id: Arc<str>, running: Vec<RunningLease>) {
+    pub(super) fn router_joined(
+        &mut self,
+        link: Link,
+        router_id: Arc<str>,
+        running: Vec<RunningLease>,
+        bookings: Vec<Booking>,
+    ) {
         let router = self.routers.entry(router_id.clone()).or_insert_with(|| Router {
             link: None,
             leases: BTreeSet::new(),
@@ -50,6 +56,7 @@ impl Core {
         self.lending.ledger.join(link);
         self.routers_changed();
         self.routers_by_link.insert(link, router_id.clone());
+        self.orphan(&router_id, &bookings.into_iter().collect());
         let announced: BTreeSet<_> = running.iter().map(|each| each.lease).collect();
         for &id in held.difference(&announced) {
             self.free(id);
@@ -97,6 +104,7 @@ impl Core {
             tpot_target_s: self.policy.tpot_target_s[Class::Standard.rank()],
             preempted: MAX_PREEMPTED,
             by_credit: None,
+            booking: running.booking,
         });
     }
 
@@ -117,7 +125,7 @@ impl Core {
         };
         router.link = None;
         // It may have placed more than it could still say.
-        if router.leases.is_empty() && !self.lending.ledger.trusts(link) {
+        if router.leases.is_empty() && !self.lending.ledger.trusts(link) && !self.budgets.has_open(&router_id) {
             self.forget_router(&router_id);
         } else {
             router.expires_s = self.now_s + self.policy.router_grace_s;
@@ -129,6 +137,7 @@ impl Core {
         for place in self.queue.of_link(link) {
             self.remove_waiting(place);
         }
+        self.parking.remove(|of, _| of == link);
     }
 
     pub(super) fn forget_router(&mut self, router_id: &str) {
@@ -139,6 +148,7 @@ impl Core {
             for id in router.leases {
                 self.free(id);
             }
+            self.orphan(router_id, &BTreeSet::new());
             self.routers_changed();
         }
     }
@@ -154,6 +164,7 @@ impl Core {
         else {
             return;
         };
+        self.budgets.grows(lease.booking, output_tokens, 0);
         if let Some(predicted_s) = lease.predicted_ttft_s.take() {
             let observed_s = self.now_s - lease.granted_s;
             self.predictions.count += 1;
@@ -176,6 +187,7 @@ impl Core {
             return;
         }
         self.completions.add(self.now_s, 1.0);
+        (self.budgets).grows(lease.booking, books.completion_tokens, books.cached_prompt_tokens);
         if books.outcome != Outcome::Cut {
             self.lengths
                 .observe(&lease.root, books.completion_tokens / lease.choices.max(1));
@@ -270,6 +282,10 @@ impl Core {
             return;
         };
         let pool = worker.hello.pool.clone();
+        for step in &load.steps {
+            self.prices
+                .step(&pool, step.prefill_tokens, step.decode_tokens, step.duration_s);
+        }
         let served = self.longest(&pool);
         let changed = self.fleet.report(self.now_s, link, load, self.policy.heartbeat_s);
         let shorter = self.longest(&pool) < served;

@@ -27,12 +27,13 @@ pub mod worker;
 mod admission;
 mod core;
 mod lending;
-mod map;
+pub(crate) mod map;
 mod members;
 mod placement;
 mod policy;
 mod preemption;
 mod rate;
+mod spending;
 #[cfg(test)]
 mod tests;
 

@@ -310,6 +310,9 @@ impl Core {
             self.queue.accounts.next_round(waiting.account);
         }
         self.queue.accounts.charge(waiting.account, charge);
+        let price = self.prices.of(&pool);
+        self.budgets.runs(ask.booking, &pool, price);
+        let token_allowance = self.budgets.allowance(ask.booking);
         let first_ms = self
             .fleet
             .kinds
@@ -331,7 +334,7 @@ impl Core {
             predicted_ttft_s,
             cached_tokens: choice.hit_tokens,
             why: choice.why,
-            token_allowance: 0,
+            token_allowance,
         })));
         let mut kv = kv_tokens(ask);
         if ask.expected_output_tokens == 0 {
@@ -370,6 +373,7 @@ impl Core {
                 0
             },
             by_credit: None,
+            booking: ask.booking,
         };
         self.next_lease += 1;
         if self.policy.prefill_share > 0.0 {

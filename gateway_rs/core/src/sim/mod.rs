@@ -260,6 +260,7 @@ impl<'a> Run<'a> {
 
     fn begin(&mut self) {
         self.tell(Event::RouterJoined {
+            bookings: Vec::new(),
             link: ROUTER,
             router_id: "router".into(),
             running: Vec::new(),
@@ -538,6 +539,7 @@ impl<'a> Run<'a> {
             | Action::RouterDropped { .. }
             | Action::News { .. }
             | Action::Unlent { .. }
+            | Action::Settled { .. }
             | Action::FleetChanged => {}
         }
     }

@@ -6,7 +6,7 @@
 //! scheduler stays away, asks fail instead of waiting for ever.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet, VecDeque},
     sync::{
         atomic::{AtomicBool, AtomicU64, Ordering},
         Arc,
@@ -32,7 +32,8 @@ use crate::{
         placement::Answer,
         router_hello::RunningLease,
         scheduler_service_client::SchedulerServiceClient,
-        Grant, Outcome, PlaceRequest, PlaceResponse, Release, RouterHello, Share,
+        GetUsageRequest, Grant, Outcome, PlaceRequest, PlaceResponse, Release, RouterHello, Settlement, Share,
+        UsageQuestion, UsageReport,
     },
 };
 
@@ -41,6 +42,10 @@ const AWAY: Duration = Duration::from_secs(5);
 
 /// So long shares are used while the scheduler is away: less than it waits for a router (`scheduler.router_grace_s`).
 const SHARES_LAST: Duration = Duration::from_secs(3);
+
+/// So many requests may have ended of which the scheduler has not said that their books are durable. Beyond it nothing new
+/// is placed: what is served must be booked.
+const MAX_UNSETTLED: usize = 16_384;
 
 /// This router's side of the `Place` stream.
 pub struct Scheduler {
@@ -63,6 +68,11 @@ struct State {
     asks: HashMap<u64, Waiting>,
     leases: HashMap<u64, Held>,
     shares: Shares,
+    /// Requests whose books are open.
+    bookings: HashSet<u64>,
+    /// What they cost that have ended, until the scheduler says that it is durable. In the order of their numbers.
+    settlements: VecDeque<Settlement>,
+    next_settlement: u64,
     /// Since when there is no connection; None while there is one.
     away_since: Option<Instant>,
 }
@@ -100,6 +110,9 @@ impl Scheduler {
                 asks: HashMap::new(),
                 leases: HashMap::new(),
                 shares: Shares::new(blocks),
+                bookings: HashSet::new(),
+                settlements: VecDeque::new(),
+                next_settlement: 1,
                 away_since: Some(Instant::now()),
             }),
             fleet: RwLock::default(),
@@ -131,16 +144,29 @@ impl Scheduler {
     }
 
     /// Asks for a worker. Dropping the future withdraws the ask; a grant that crosses it is given back.
-    /// Errors: what the scheduler rejected it with; UNAVAILABLE when it stays away.
-    pub async fn place(self: &Arc<Self>, mut ask: Ask, deadline: Option<Instant>) -> Result<(Grant, Lease), ApiError> {
+    /// `must_ask`: it may not be placed without a question (its tenant has limits). Errors: what the scheduler rejected it
+    /// with; UNAVAILABLE when it stays away, or is behind with the books.
+    pub async fn place(
+        self: &Arc<Self>,
+        mut ask: Ask,
+        deadline: Option<Instant>,
+        must_ask: bool,
+    ) -> Result<(Grant, Lease), ApiError> {
         let number = self.next_ask.fetch_add(1, Ordering::Relaxed);
         ask.ask = number;
         ask.time_left_ms = left_ms(deadline);
         let (sender, receiver) = oneshot::channel();
         {
             let mut state = self.state.lock();
-            if let Some(placed) = self.place_within_shares(&mut state, &mut ask) {
-                return Ok(placed);
+            let unsettled = state.settlements.len();
+            if unsettled >= MAX_UNSETTLED {
+                let message = format!("the books of {unsettled} requests are not written yet (limit {MAX_UNSETTLED})");
+                return Err(ApiError::new(ErrorCode::Unavailable, message).with_retry_after(Duration::from_secs(1)));
+            }
+            if !must_ask {
+                if let Some(placed) = self.place_within_shares(&mut state, &mut ask) {
+                    return Ok(placed);
+                }
             }
             if state.away_since.is_some_and(|since| since.elapsed() > AWAY) {
                 return Err(away());
@@ -162,6 +188,53 @@ impl Scheduler {
         let answer = receiver.await;
         withdrawal.answered = true;
         answer.unwrap_or_else(|_| Err(away()))
+    }
+
+    /// A request's entry in the books, by a number that nobody else draws.
+    pub fn open_booking(&self) -> u64 {
+        let mut state = self.state.lock();
+        loop {
+            let booking = rand::random::<u64>();
+            if booking != 0 && state.bookings.insert(booking) {
+                return booking;
+            }
+        }
+    }
+
+    /// A request has ended and cost that. It is told until the scheduler says that it is durable.
+    pub fn settle(&self, mut said: Settlement) {
+        let mut state = self.state.lock();
+        state.bookings.remove(&said.booking);
+        if said.replayed && state.settlements.len() >= MAX_UNSETTLED {
+            // Nothing was spent; what was saved is not worth refusing to serve.
+            return;
+        }
+        said.number = state.next_settlement;
+        state.next_settlement += 1;
+        state.settlements.push_back(said.clone());
+        self.outbox.add(192, |message| message.settlements.push(said));
+    }
+
+    /// What the ledger says. Errors: INVALID_ARGUMENT, UNAVAILABLE.
+    pub async fn usage(&self, question: UsageQuestion) -> Result<UsageReport, ApiError> {
+        let unavailable = |why: String| {
+            let error = ApiError::new(ErrorCode::Unavailable, format!("the ledger cannot be asked: {why}"));
+            error.with_retry_after(Duration::from_secs(1))
+        };
+        // Asked now and then: a connection of its own is in nobody's way.
+        let channel = channel(&self.address, self.tls.as_ref()).map_err(|error| unavailable(error.to_string()))?;
+        let mut client = SchedulerServiceClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES);
+        let mut request = tonic::Request::new(GetUsageRequest {
+            question: Some(question),
+        });
+        request.set_timeout(Duration::from_secs(30));
+        match client.get_usage(request).await {
+            Ok(response) => Ok(response.into_inner().report.unwrap_or_default()),
+            Err(status) if status.code() == tonic::Code::InvalidArgument => {
+                Err(ApiError::new(ErrorCode::InvalidArgument, status.message()))
+            }
+            Err(status) => Err(unavailable(status.message().to_owned())),
+        }
     }
 
     /// Says what is left to say, ends the stream, and returns when the scheduler has read all of it (or is away).
@@ -260,9 +333,13 @@ impl Scheduler {
             hello: Some(RouterHello {
                 router_id: self.router_id.clone(),
                 running: state.leases.values().map(|held| held.running.clone()).collect(),
+                bookings: (state.bookings.iter().copied())
+                    .chain(state.settlements.iter().map(|said| said.booking))
+                    .collect(),
             }),
             asks: asks.collect(),
             releases: gathered.into_iter().flat_map(|message| message.releases).collect(),
+            settlements: state.settlements.iter().cloned().collect(),
             ..PlaceRequest::default()
         };
         vec![first]
@@ -275,6 +352,16 @@ impl Scheduler {
         }
         if !response.shares.is_empty() {
             self.take_in(response.shares);
+        }
+        if response.settled > 0 {
+            let mut state = self.state.lock();
+            while state
+                .settlements
+                .front()
+                .is_some_and(|said| said.number <= response.settled)
+            {
+                state.settlements.pop_front();
+            }
         }
         for placement in response.placements {
             match placement.answer {
@@ -408,6 +495,7 @@ fn running(ask: &Ask, grant: &Grant) -> RunningLease {
         tenant: ask.tenant.clone(),
         prompt_tokens: ask.prompt_tokens,
         max_tokens: ask.max_tokens,
+        booking: ask.booking,
     }
 }
 

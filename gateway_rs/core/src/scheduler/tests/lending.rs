@@ -73,6 +73,7 @@ impl World {
                 ..Router::default()
             });
             world.step(Event::RouterJoined {
+                bookings: Vec::new(),
                 link: index as Link + 1,
                 router_id: format!("r{index}").into(),
                 running: Vec::new(),

@@ -339,6 +339,7 @@ impl Bench {
         let link = self.last_link;
         self.links.insert(name.to_owned(), link);
         self.step(Event::RouterJoined {
+            bookings: Vec::new(),
             link,
             router_id: name.into(),
             running,

@@ -272,6 +272,7 @@ fn a_search_does_not_grow_with_the_fleet() {
         core.step(
             0.0,
             Event::RouterJoined {
+                bookings: Vec::new(),
                 link,
                 router_id,
                 running,

@@ -365,6 +365,7 @@ fn late_words_of_an_old_stream_are_not_the_new_ones() {
 
 fn running(lease: LeaseId, instance_id: &str) -> RunningLease {
     RunningLease {
+        booking: 0,
         lease,
         instance_id: instance_id.into(),
         request_id: "req".into(),

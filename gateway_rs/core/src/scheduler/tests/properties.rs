@@ -217,6 +217,7 @@ impl Bench {
             .enumerate()
             .filter(|(index, _)| keep >> (index % 64) & 1 == 1);
         let announce = |lease: LeaseId, instance_id: Arc<str>| RunningLease {
+            booking: 0,
             lease,
             instance_id,
             request_id: "".into(),
