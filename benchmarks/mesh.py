@@ -46,7 +46,13 @@ class Process:
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | {"PYTHONPATH": str(ROOT / "services"), "HEADRACE_PARENT_PID": str(os.getpid())},
+                env=os.environ
+                | {
+                    "PYTHONPATH": str(ROOT / "services"),
+                    "HEADRACE_PARENT_PID": str(os.getpid()),
+                    # Its ledger too belongs to this run.
+                    "XDG_STATE_HOME": str(log.parent),
+                },
                 start_new_session=True,
             )
 
