@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is, no more. What a failure needs to happen again is printed.
+settings.register_profile("headrace", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("headrace")
 
 # A runner in the background (nohup, a shell's &) may have these ignored, and every process that a test starts would
 # inherit that: whether they stop on a signal would depend on who started the tests.

@@ -284,7 +284,6 @@ def test_against_the_model(slow: bool) -> None:
     profile = settings(
         max_examples=2000 if slow else 80,
         stateful_step_count=50,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         print_blob=True,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.v1 import cache_pb2
@@ -41,7 +41,6 @@ class Follower:
                 self.held.clear()
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 30))
 def test_followers_agree(seed: int, keep: int) -> None:
     dice = random.Random(seed)

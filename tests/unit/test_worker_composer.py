@@ -384,7 +384,7 @@ def test_a_step_is_as_large_as_an_idle_one_while_more_wait_for_it_than_it_holds_
     assert world.step().prefill_tokens == 4, "who asked for less gets less"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=5),
     st.sampled_from([0.0, 1e-4, 0.01, 0.2, 1.0]),
@@ -691,7 +691,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     events=events,
     kv_blocks=st.integers(8, 40),

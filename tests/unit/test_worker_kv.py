@@ -91,7 +91,7 @@ class Ledger:
         assert len(self.held) >= kv.cached_blocks
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     blocks=st.integers(3, 14),
@@ -290,7 +290,7 @@ def test_a_hot_beginning_cannot_push_out_all_others() -> None:
         assert accounts.cached_blocks > 12
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32), beside=st.none() | st.integers(0, 40))
 def test_nothing_grows_under_prompts_that_are_made_to(seed: int, beside: int | None) -> None:
     """New beginnings, endless continuations of one, deep repetitions, new scopes, none ever alike: what is remembered

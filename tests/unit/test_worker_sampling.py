@@ -40,7 +40,6 @@ class Only:
         self.accepted.append(token)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10_000), st.integers(0, 9))
 def test_uniform_is_a_function_of_its_arguments_alone(seed: int, index: int, attempt: int) -> None:
     value = uniform(seed, index, attempt)
@@ -58,7 +57,6 @@ def test_uniform_is_uniform() -> None:
         assert abs(counts - 1000).max() < 150
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1, 5, 256, 257, 3000, 49152]), st.integers(1, 300), st.booleans())
 def test_top_ids(seed: int, size: int, k: int, ties: bool) -> None:
     values = logits(seed, size)
@@ -84,7 +82,7 @@ def slow_support(values: np.ndarray, sampling: Sampling) -> set[int]:
     return kept
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.floats(0.2, 2.0),
