@@ -1,22 +1,27 @@
 """Examples for `headrace route train`: what two quantisations of the embedded model answer, and how far they agree.
 
     python benchmarks/difficulty_data.py --examples 400 examples.jsonl
-    headrace route train examples.jsonl -o gateway_rs/core/data/difficulty.json
+    headrace route train examples.jsonl -o difficulty.json
 
 Prompts are made up of the lists below by a seed: facts, sums, yes or no, copying, sorting into classes, translations,
-lists, explanations, stories, code. Both variants answer greedily, alone, with llama.cpp; agreement is the F1 of their
-words, as the router measures it. It says nothing of other models.
+lists, explanations, stories, code. Both variants answer greedily; agreement is the F1 of their words, as the router
+measures it. It says nothing of other models.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import random
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from mesh import BenchError, Mesh
+
+from headrace import _gateway
 
 COUNTRIES = [
     "France",
@@ -158,11 +163,17 @@ def made_up(rng: random.Random) -> tuple[list[dict[str, str]], int]:
     return messages, rng.choice([4, 8, 12, 16])
 
 
-def answer(model: Any, messages: list[dict[str, str]], max_tokens: int) -> str:
-    """What the model says, greedily."""
-    model.reset()
-    made = model.create_chat_completion(messages=messages, max_tokens=max_tokens, temperature=0.0, repeat_penalty=1.0)
-    return str(made["choices"][0]["message"]["content"])
+def ask(address: str, model: str, example: dict[str, Any]) -> str:
+    """What the model says, greedily, computed anew."""
+    connection = http.client.HTTPConnection(address, timeout=300)
+    body = {key: example[key] for key in ("messages", "max_tokens")} | {"model": model, "temperature": 0}
+    headers = {"Content-Type": "application/json", "x-headrace-cache": "bypass"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    content = json.loads(connection.getresponse().read())
+    connection.close()
+    if "choices" not in content:
+        raise BenchError(f"{model} did not answer: {content}")
+    return str(content["choices"][0]["message"]["content"] or "")
 
 
 def main() -> None:
@@ -171,38 +182,37 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=400)
     parser.add_argument("--large", default="Q8_0")
     parser.add_argument("--small", default="Q4_0")
+    parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    rng, examples = random.Random(given.seed), {}
+    while len(examples) < given.examples:
+        messages, max_tokens = made_up(rng)
+        examples[json.dumps([messages, max_tokens])] = {"messages": messages, "max_tokens": max_tokens}
+    with Mesh() as mesh, ThreadPoolExecutor(given.clients) as clients:
+        start(mesh, {"large": given.large, "small": given.small})
 
-    import llama_cpp
+        def both(example: dict[str, Any]) -> dict[str, Any]:
+            large, small = (ask(mesh.http, model, example) for model in ("large", "small"))
+            agreement = round(_gateway.route_compare("words", large, small), 4)
+            return example | {"agreement": agreement, "large": large, "small": small}
 
-    from headrace import _gateway, models
+        with given.output.open("w", encoding="utf-8") as file:
+            for number, line in enumerate(clients.map(both, examples.values()), 1):
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()
+                if number % 50 == 0:
+                    sys.stderr.write(f"{number} of {given.examples}\n")
 
-    models.quiet_llama_cpp()
-    pair = []
-    for quantization in (given.large, given.small):
-        folder = models.prepare("embedded", quantization)
-        pair.append(llama_cpp.Llama(str(folder.weights), n_ctx=2048, n_threads=1, verbose=False))
-    rng, began, seen = random.Random(given.seed), time.monotonic(), set()
-    with given.output.open("w", encoding="utf-8") as file:
-        while len(seen) < given.examples:
-            messages, max_tokens = made_up(rng)
-            key = json.dumps([messages, max_tokens])
-            if key in seen:
-                continue
-            seen.add(key)
-            large, small = (answer(model, messages, max_tokens) for model in pair)
-            line = {
-                "messages": messages,
-                "max_tokens": max_tokens,
-                "agreement": round(_gateway.route_compare("words", large, small), 4),
-                "large": large,
-                "small": small,
-            }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            if len(seen) % 50 == 0:
-                sys.stderr.write(f"{len(seen)} of {given.examples} in {time.monotonic() - began:.0f} s\n")
+
+def start(mesh: Mesh, models: dict[str, str], more: str = "") -> None:
+    """The services, and a worker for each quantisation of the embedded model; ``more``: further configuration."""
+    table = '[[models]]\nname = "{}"\nsource = "embedded"\nquantization = "{}"\n'
+    mesh.config.write_text("".join(table.format(*model) for model in models.items()) + more)
+    mesh.core()
+    inner = {"scheduler": mesh.scheduler, "cache": mesh.cache, "metrics_address": "127.0.0.1:0"}
+    for name in models:
+        mesh.service("worker", name=name, model=name, worker_id=name, kv_tokens=8192, slots=8, **inner)
 
 
 if __name__ == "__main__":
