@@ -62,3 +62,31 @@ fn memory_is_counted_to_the_byte() {
         assert_eq!(LIVE.get(), before);
     }
 }
+
+/// `cargo test --release -p headrace-core --test index_memory -- --ignored`: a minute or two on a quiet machine.
+#[test]
+#[ignore = "long, and takes 2 GB"]
+fn a_hundred_million_blocks_stay_within_the_bound() {
+    const CHAIN: u64 = 2000;
+    for mib in [256, 3072] {
+        let limits = Limits {
+            bytes: mib << 20,
+            root_share: 0.5,
+        };
+        let (mut index, before) = (PrefixIndex::new(limits, 1), LIVE.get());
+        // All that comes is kept where there is room for it; a quarter of the bound is not for blocks.
+        let kept = 100_000_000.min(limits.bytes as u64 * 3 / 4 / 21);
+        for chain in 0..100_000_000 / CHAIN {
+            let blocks: Vec<u64> = (1..=CHAIN).map(|at| (chain * CHAIN + at) * 0x9e37_79b9).collect();
+            for part in 0..blocks.len().div_ceil(64) {
+                let parent = (part * 64).checked_sub(1).map_or(NO_BLOCK, |at| blocks[at]);
+                let end = blocks.len().min(part * 64 + 64);
+                index.store((chain % 64) as u32, parent, &blocks[part * 64..end]);
+            }
+            drop(blocks);
+            assert_eq!(index.bytes(), LIVE.get().wrapping_sub(before), "chain {chain}");
+            assert!(index.bytes() <= limits.bytes, "chain {chain}");
+        }
+        assert!(index.len() as u64 >= kept, "{} of {kept}", index.len());
+    }
+}
