@@ -649,6 +649,7 @@ impl<'a> Step<'a> {
                 prefill_ms_per_token: outlook.prefill_ms_per_token as f32,
                 decoding: outlook.decoding,
                 waiting: outlook.waiting,
+                ahead_ms: outlook.ahead_ms.map(|ahead_ms| ahead_ms as f32),
                 grantor: grantor.map(|worker| proto::share::Grantor {
                     worker_id: worker.hello.worker_id.to_string(),
                     instance_id: worker.hello.instance_id.to_string(),
@@ -865,6 +866,7 @@ fn core_ask(now_s: f64, ask: proto::place_request::Ask) -> Ask {
         choices: ask.n.max(1),
         expected_output_tokens: ask.expected_output_tokens,
         deadline_s: ask.time_left_ms.map(|left_ms| now_s + seconds(left_ms)),
+        arrived_s: Some(now_s - seconds(ask.spent_ms)),
         ttft_target_s: ask.ttft_target_ms.map(seconds),
         tpot_target_s: ask.tpot_target_ms.map(seconds),
         avoid_instances: texts(ask.avoid_instances),

@@ -29,7 +29,7 @@ use super::{
     config::Escalate,
     links::{
         cache::{Found, Lead},
-        scheduler::left_ms,
+        scheduler::{left_ms, spent_ms},
         worker::{Run, RunEnd},
     },
     metrics::LookupLabels,
@@ -68,6 +68,8 @@ pub struct Call {
     pub request_id: String,
     /// Counted, with its span.
     pub open: OpenRequest,
+    /// When it came.
+    pub arrived: Instant,
     /// The nearer of the client's and the call's own.
     pub deadline: Option<Instant>,
 }
@@ -129,6 +131,7 @@ struct Base {
     request_id: String,
     /// Of everything that is kept of its prompts.
     salt: Vec<u8>,
+    arrived: Instant,
     deadline: Option<Instant>,
     is_shadow: bool,
 }
@@ -264,6 +267,7 @@ impl Generation {
             tenant,
             request_id,
             mut open,
+            arrived,
             deadline,
         } = call;
         let cache_salt = request.cache_salt.as_deref().unwrap_or_default();
@@ -273,6 +277,7 @@ impl Generation {
             route,
             tenant,
             request_id,
+            arrived,
             deadline,
             is_shadow: open.is_shadow(),
         });
@@ -925,6 +930,7 @@ impl Part {
             booking: self.booking.as_ref().map_or(0, Booking::id),
             cache_salt: self.shared.salt.clone(),
             bypass_prefix_cache: request.bypass_prefix_cache,
+            ttft_target_ms: request.ttft_target_ms,
             ..Submit::default()
         }
     }
@@ -1427,7 +1433,8 @@ impl Attempt {
         let mut span = self.parent.child("place", SpanKind::Client);
         self.ask.trace = trace(&span);
         let must_ask = self.shared.tenant.limited && !self.shared.is_shadow;
-        let placing = self.plane.scheduler.place(self.ask, self.shared.deadline, must_ask);
+        let (arrived, deadline) = (self.shared.arrived, self.shared.deadline);
+        let placing = self.plane.scheduler.place(self.ask, arrived, deadline, must_ask);
         let placed = match self.patience {
             None => placing.await,
             Some(patience) => tokio::time::timeout(patience, placing)
@@ -1468,6 +1475,7 @@ impl Attempt {
             stopping.min_tokens = stopping.min_tokens.min(stopping.max_tokens);
         }
         self.submit.time_left_ms = left_ms(self.shared.deadline);
+        self.submit.spent_ms = spent_ms(self.shared.arrived);
         self.submit.trace = trace(&span);
         let link = self.plane.workers.link(&grant.instance_id, &grant.address);
         let run = link.submit(self.submit, Some(lease));

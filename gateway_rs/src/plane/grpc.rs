@@ -185,6 +185,7 @@ impl InferenceService for Inference {
             tenant,
             request_id,
             open,
+            arrived,
             deadline,
         };
         let generation = Generation::prepare(plane, call).await.map_err(|error| status(&error))?;

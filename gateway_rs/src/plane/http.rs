@@ -155,6 +155,7 @@ async fn answer(
         tenant,
         request_id: request_id.to_owned(),
         open,
+        arrived,
         deadline,
     };
     let generation = Generation::prepare(plane, call).await?;

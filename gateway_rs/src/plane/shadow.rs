@@ -93,6 +93,7 @@ async fn compare(plane: &Arc<Plane>, compared: &Compared) -> Option<f32> {
         tenant: Arc::default(),
         request_id: format!("shadow-{:032x}", rand::random::<u128>()),
         open,
+        arrived: now,
         deadline: now.checked_add(Duration::try_from_secs_f64(config.shadow_deadline_s).ok()?),
     };
     let mut generation = Generation::prepare(plane, call).await.ok()?;

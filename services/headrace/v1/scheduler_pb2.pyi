@@ -20,7 +20,7 @@ class PlaceRequest(_message.Message):
         ask: PlaceRequest.Ask
         def __init__(self, lease: _Optional[int] = ..., worker: _Optional[int] = ..., ask: _Optional[_Union[PlaceRequest.Ask, _Mapping]] = ...) -> None: ...
     class Ask(_message.Message):
-        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms", "may_part", "shadow", "booking", "alias", "committed_tokens")
+        __slots__ = ("ask", "request_id", "tenant", "pools", "prompt_tokens", "block_hashes", "max_tokens", "n", "expected_output_tokens", "time_left_ms", "avoid_instances", "session_id", "trace", "epoch", "ttft_target_ms", "tpot_target_ms", "may_part", "shadow", "booking", "alias", "committed_tokens", "spent_ms")
         ASK_FIELD_NUMBER: _ClassVar[int]
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class PlaceRequest(_message.Message):
         BOOKING_FIELD_NUMBER: _ClassVar[int]
         ALIAS_FIELD_NUMBER: _ClassVar[int]
         COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        SPENT_MS_FIELD_NUMBER: _ClassVar[int]
         ask: int
         request_id: str
         tenant: str
@@ -64,7 +65,8 @@ class PlaceRequest(_message.Message):
         booking: int
         alias: str
         committed_tokens: int
-        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., may_part: bool = ..., shadow: bool = ..., booking: _Optional[int] = ..., alias: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., **kwargs) -> None: ...
+        spent_ms: int
+        def __init__(self, ask: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., pools: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., avoid_instances: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., epoch: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., may_part: bool = ..., shadow: bool = ..., booking: _Optional[int] = ..., alias: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., spent_ms: _Optional[int] = ..., **kwargs) -> None: ...
     class Progress(_message.Message):
         __slots__ = ("lease", "output_tokens")
         LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -185,7 +187,7 @@ class PlaceResponse(_message.Message):
     def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., fleet: _Optional[_Union[FleetView, _Mapping]] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Share(_message.Message):
-    __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "decoding", "waiting", "grantor", "gone", "ask_from_tokens")
+    __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "decoding", "waiting", "grantor", "gone", "ask_from_tokens", "ahead_ms")
     class Grantor(_message.Message):
         __slots__ = ("worker_id", "instance_id", "address", "pool", "block_tokens")
         WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,7 @@ class Share(_message.Message):
     GRANTOR_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     ASK_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_MS_FIELD_NUMBER: _ClassVar[int]
     number: int
     worker: int
     choices: int
@@ -221,7 +224,8 @@ class Share(_message.Message):
     grantor: Share.Grantor
     gone: bool
     ask_from_tokens: int
-    def __init__(self, number: _Optional[int] = ..., worker: _Optional[int] = ..., choices: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pending_prefill_ms: _Optional[float] = ..., prefill_ms_per_token: _Optional[float] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., grantor: _Optional[_Union[Share.Grantor, _Mapping]] = ..., gone: bool = ..., ask_from_tokens: _Optional[int] = ...) -> None: ...
+    ahead_ms: float
+    def __init__(self, number: _Optional[int] = ..., worker: _Optional[int] = ..., choices: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pending_prefill_ms: _Optional[float] = ..., prefill_ms_per_token: _Optional[float] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., grantor: _Optional[_Union[Share.Grantor, _Mapping]] = ..., gone: bool = ..., ask_from_tokens: _Optional[int] = ..., ahead_ms: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("ask", "grant", "queued", "rejected")

@@ -51,7 +51,7 @@ class RunHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "epoch", "lease", "model", "prompt_ids", "sampling", "stopping", "guided", "logprobs", "lora", "cache_salt", "handoff", "time_left_ms", "trace", "resumed_tokens", "bypass_prefix_cache", "booking")
+    __slots__ = ("request", "request_id", "epoch", "lease", "model", "prompt_ids", "sampling", "stopping", "guided", "logprobs", "lora", "cache_salt", "handoff", "time_left_ms", "trace", "resumed_tokens", "bypass_prefix_cache", "booking", "ttft_target_ms", "spent_ms")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,8 @@ class Submit(_message.Message):
     RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     BOOKING_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    SPENT_MS_FIELD_NUMBER: _ClassVar[int]
     request: int
     request_id: str
     epoch: int
@@ -89,7 +91,9 @@ class Submit(_message.Message):
     resumed_tokens: int
     bypass_prefix_cache: bool
     booking: int
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease: _Optional[int] = ..., model: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.Stopping, _Mapping]] = ..., guided: _Optional[_Union[_types_pb2.Guided, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.LogprobOptions, _Mapping]] = ..., lora: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., handoff: _Optional[_Union[KvHandoff, _Mapping]] = ..., time_left_ms: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., resumed_tokens: _Optional[int] = ..., bypass_prefix_cache: bool = ..., booking: _Optional[int] = ..., **kwargs) -> None: ...
+    ttft_target_ms: int
+    spent_ms: int
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease: _Optional[int] = ..., model: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.Stopping, _Mapping]] = ..., guided: _Optional[_Union[_types_pb2.Guided, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.LogprobOptions, _Mapping]] = ..., lora: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., handoff: _Optional[_Union[KvHandoff, _Mapping]] = ..., time_left_ms: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., resumed_tokens: _Optional[int] = ..., bypass_prefix_cache: bool = ..., booking: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., spent_ms: _Optional[int] = ..., **kwargs) -> None: ...
 
 class KvHandoff(_message.Message):
     __slots__ = ("produce", "fetch")

@@ -28,6 +28,9 @@ pub struct Outlook {
     pub decoding: u32,
     /// Requests that wait or whose prompt is partly computed.
     pub waiting: u32,
+    /// With more work than this waiting there, a prompt has to be asked for: it would not begin at once, and whose turn it
+    /// is then is the scheduler's to say. None = no limit.
+    pub ahead_ms: Option<f64>,
 }
 
 /// All that one router holds.
@@ -113,7 +116,8 @@ impl Holder {
         };
     }
 
-    /// Takes room for a request of a pool on the worker where it does best; None when no share has room for it. `hits`:
+    /// Takes room for a request of a pool on the worker where it does best; None when no share has room for it, or that
+    /// worker has too much to do before it. `hits`:
     /// workers that hold some of the prompt, or will, and how many tokens of it.
     pub fn place(
         &mut self,
@@ -162,6 +166,10 @@ impl Holder {
         let chosen = open.placer.choose(&request, &candidates, rng)?;
         let (worker, candidate) = (workers[chosen], &candidates[chosen]);
         let held = self.workers.get_mut(&worker)?;
+        let pending_ms = held.outlook.pending_prefill_ms;
+        if held.outlook.ahead_ms.is_some_and(|ahead_ms| pending_ms > ahead_ms) {
+            return None;
+        }
         held.used = held.used.plus(room);
         // Its own placements count at once: what the scheduler says of them comes later.
         held.outlook.pending_prefill_ms += candidate.prefill_ms;

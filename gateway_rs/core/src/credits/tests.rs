@@ -374,3 +374,39 @@ fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
         "{busy:?}"
     );
 }
+
+#[test]
+fn what_would_wait_behind_others_is_asked_for() {
+    let (mut holder, mut dice) = (Holder::default(), StdRng::seed_from_u64(1));
+    let room = Room {
+        choices: 1,
+        kv_tokens: 1,
+    };
+    let limit = Room {
+        choices: 100,
+        kv_tokens: 100,
+    };
+    let mut outlook = Outlook {
+        prefill_ms_per_token: 1.0,
+        ahead_ms: Some(100.0),
+        ..Outlook::default()
+    };
+    holder.receive(1, 1, &Arc::from("p"), limit, outlook);
+    let mut place = |holder: &mut Holder| {
+        let (hits, avoid) = (BTreeMap::new(), BTreeSet::new());
+        holder.place("p", 80, room, &hits, &avoid, &mut dice).is_some()
+    };
+    // Its own placements count: the third would begin after 160 ms.
+    assert_eq!(
+        [place(&mut holder), place(&mut holder), place(&mut holder)],
+        [true, true, false]
+    );
+    outlook.pending_prefill_ms = 90.0;
+    holder.hear(1, outlook);
+    assert!(place(&mut holder));
+    // Where nobody can say how long anything takes, there is no limit.
+    outlook.ahead_ms = None;
+    outlook.pending_prefill_ms = 1e6;
+    holder.hear(1, outlook);
+    assert!(place(&mut holder));
+}

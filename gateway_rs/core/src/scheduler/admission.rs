@@ -4,6 +4,7 @@ use super::{
     actions::{Action, Reason, Refusal},
     core::{milliseconds, Core},
     events::{Ask, Class, Link},
+    map::Key,
     queue::{Place, Plan, Waiting},
     search::Choice,
 };
@@ -120,7 +121,8 @@ impl Core {
     /// When an ask's first token is due: its order in the queue.
     pub(super) fn due_s(&self, ask: &Ask) -> f64 {
         let target_s = ask.ttft_target_s.unwrap_or(self.policy.ttft_target_s[ask.class.rank()]);
-        (self.now_s + target_s).min(ask.deadline_s.unwrap_or(f64::INFINITY))
+        let arrived_s = ask.arrived_s.unwrap_or(self.now_s);
+        (arrived_s + target_s).min(ask.deadline_s.unwrap_or(f64::INFINITY))
     }
 
     /// The refusal of an ask that no worker as they are now could ever run; None when some could, or may come.
@@ -229,9 +231,30 @@ impl Core {
         self.fleet.plan(self.now_s, &plan, &missing, true);
         self.queue.plan(place, plan);
         self.watch_gate(choice.link);
+        self.watch_late(place, choice.prefill_ms);
+    }
+
+    /// Looks at an ask that waits for a worker again when it is too late for it, rather than at its turn: until then it
+    /// would be counted there, and its client would wait for an answer that is known.
+    fn watch_late(&mut self, place: Place, prefill_ms: f64) {
+        let own_s = self.queue.get(place).map_or(f64::INFINITY, own_due_s);
+        let late_s = own_s - SHED_MARGIN * prefill_ms / 1e3;
+        if self.policy.shed && late_s < f64::INFINITY {
+            // Past the moment itself, at which it would just do.
+            let late_s = Key(late_s.max(self.now_s) + 1e-3);
+            self.lates.insert((late_s, place));
+            self.late_of.insert(place, late_s);
+        }
+    }
+
+    pub(super) fn unwatch_late(&mut self, place: Place) {
+        if let Some(late_s) = self.late_of.remove(&place) {
+            self.lates.remove(&(late_s, place));
+        }
     }
 
     pub(super) fn unplan(&mut self, place: Place) {
+        self.unwatch_late(place);
         if let Some(plan) = self.queue.unplan(place) {
             let ask = self.queue.get(place).map(|waiting| &waiting.ask);
             let missing = ask.map_or_else(Vec::new, |ask| marks(&ask.block_hashes, plan.held_blocks));
@@ -265,22 +288,20 @@ impl Core {
         };
         milliseconds(wait_s.clamp(0.1, 60.0))
     }
-    /// Refuses what was never started and will be late by what it asked for itself.
-    pub(super) fn shed_if_late(&mut self, place: Place, choice: &Choice) -> bool {
+
+    /// Refuses what was never started and will be late by what it asked for itself, with so much to compute at a worker.
+    pub(super) fn shed_if_late(&mut self, place: Place, link: Link, prefill_ms: f64) -> bool {
         let Some(waiting) = self.queue.get(place) else {
             return true;
         };
         let ask = &waiting.ask;
-        let kind = self.fleet.workers.get(&choice.link).map(|worker| worker.kind);
+        let kind = self.fleet.workers.get(&link).map(|worker| worker.kind);
         let trusted = kind.is_some_and(|kind| self.fleet.kinds.trusted(kind));
         if !self.policy.shed || ask.class == Class::Batch || !trusted {
             return false;
         }
-        let target_s = ask
-            .ttft_target_s
-            .map_or(f64::INFINITY, |target_s| waiting.arrived_s + target_s);
-        let due_s = target_s.min(ask.deadline_s.unwrap_or(f64::INFINITY));
-        let first_s = SHED_MARGIN * self.slowdown(choice.link).unwrap_or(1.0) * choice.prefill_ms / 1e3;
+        let due_s = own_due_s(waiting);
+        let first_s = SHED_MARGIN * self.slowdown(link).unwrap_or(1.0) * prefill_ms / 1e3;
         if self.now_s + first_s <= due_s {
             return false;
         }
@@ -291,4 +312,12 @@ impl Core {
         self.refuse_waiting(place, Reason::Overloaded, message, retry_after_ms);
         true
     }
+}
+
+/// When the first token is due by what the request asked for itself.
+fn own_due_s(waiting: &Waiting) -> f64 {
+    let ask = &waiting.ask;
+    let arrived_s = ask.arrived_s.unwrap_or(waiting.arrived_s);
+    let target_s = ask.ttft_target_s.map_or(f64::INFINITY, |target_s| arrived_s + target_s);
+    target_s.min(ask.deadline_s.unwrap_or(f64::INFINITY))
 }

@@ -27,7 +27,7 @@ use super::{
     lengths::Lengths,
     map::{Key, Map},
     policy::Policy,
-    queue::Queue,
+    queue::{Place, Queue},
     rate::Rate,
     spending::Parking,
 };
@@ -111,6 +111,9 @@ pub struct Core {
     /// Workers to be looked at when they have computed enough of what they have.
     pub(super) gates: BTreeSet<(Key, Link)>,
     pub(super) gate_of: Map<Link, Key>,
+    /// When each ask that waits for a worker can't be in time there any more, by its own deadline or target.
+    pub(super) lates: BTreeSet<(Key, Place)>,
+    pub(super) late_of: Map<Place, Key>,
     /// Predicted prefill that each pool may still be given, in ms, and as of when.
     pub(super) prefill_left: BTreeMap<Arc<str>, (f64, f64)>,
     pub(super) now_s: f64,
@@ -153,6 +156,8 @@ impl Core {
             measures: Measures::default(),
             gates: BTreeSet::new(),
             gate_of: Map::default(),
+            lates: BTreeSet::new(),
+            late_of: Map::default(),
             prefill_left: BTreeMap::new(),
             now_s,
             next_lease: first_lease,
@@ -239,6 +244,9 @@ impl Core {
         }
         if let Some((gate_s, _)) = self.gates.first() {
             earliest_s = earliest_s.min(gate_s.0);
+        }
+        if let Some((late_s, _)) = self.lates.first() {
+            earliest_s = earliest_s.min(late_s.0);
         }
         if self.fleet.changed {
             earliest_s = earliest_s.min(self.fleet_told_s + FLEET_INTERVAL_S);
@@ -334,6 +342,16 @@ impl Core {
         {
             if let Some((_, router_id)) = self.away.pop_first() {
                 self.forget_router(&router_id);
+            }
+        }
+        while let Some(&(late_s, place)) = self.lates.first() {
+            if late_s.0 > self.now_s {
+                break;
+            }
+            self.unwatch_late(place);
+            let plan = self.queue.get(place).and_then(|waiting| waiting.plan);
+            if let Some(plan) = plan.filter(|plan| self.shed_if_late(place, plan.worker, plan.prefill_ms)) {
+                self.offer(plan.worker);
             }
         }
         while let Some(&(gate_s, link)) = self.gates.first() {

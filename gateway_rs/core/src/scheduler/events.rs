@@ -192,7 +192,9 @@ pub struct Ask {
     pub expected_output_tokens: u32,
     /// It must be over by then.
     pub deadline_s: Option<f64>,
-    /// From the ask to the first token; None = its class's.
+    /// When it came to its router; None = when it is asked.
+    pub arrived_s: Option<f64>,
+    /// From then to the first token; None = its class's.
     pub ttft_target_s: Option<f64>,
     /// Between tokens after the first; None = its class's.
     pub tpot_target_s: Option<f64>,
@@ -225,6 +227,7 @@ impl Default for Ask {
             choices: 1,
             expected_output_tokens: 0,
             deadline_s: None,
+            arrived_s: None,
             ttft_target_s: None,
             tpot_target_s: None,
             avoid_instances: Vec::new(),

@@ -12,7 +12,6 @@ use super::{
     actions::Action,
     core::Core,
     events::{Ask, LeaseId, Link},
-    fleet::Fleet,
     leases::{kv_tokens, Lease, Phase},
     lengths::Root,
     map::Key,
@@ -254,9 +253,21 @@ impl Core {
     fn send(&mut self, shares: Vec<Share>) {
         for share in shares {
             if let Some(worker) = self.fleet.workers.get(&share.worker) {
-                let outlook = outlook(self.now_s, &self.fleet, worker);
+                let outlook = self.outlook(worker);
                 self.actions.push(Action::Lent { share, outlook });
             }
+        }
+    }
+
+    fn outlook(&self, worker: &Worker) -> Outlook {
+        let kinds = &self.fleet.kinds;
+        let block_ms = kinds.prefill_ms(worker.kind, worker.pace, BLOCK_TOKENS, 0);
+        Outlook {
+            pending_prefill_ms: worker.pending_ms(self.now_s),
+            prefill_ms_per_token: block_ms / f64::from(BLOCK_TOKENS),
+            decoding: worker.decoding(),
+            waiting: worker.waiting(),
+            ahead_ms: kinds.trusted(worker.kind).then_some(self.policy.dispatch_ahead_s * 1e3),
         }
     }
 
@@ -265,7 +276,7 @@ impl Core {
         let Some(worker) = self.fleet.workers.get(&link) else {
             return;
         };
-        let outlook = outlook(self.now_s, &self.fleet, worker);
+        let outlook = self.outlook(worker);
         let told = self.lending.told.entry(link).or_default();
         if !is_news(told, &outlook) {
             return;
@@ -309,16 +320,6 @@ fn free(worker: &Worker) -> Room {
     capacity.less(held).less(worker.promised)
 }
 
-fn outlook(now_s: f64, fleet: &Fleet, worker: &Worker) -> Outlook {
-    Outlook {
-        pending_prefill_ms: worker.pending_ms(now_s),
-        prefill_ms_per_token: fleet.kinds.prefill_ms(worker.kind, worker.pace, BLOCK_TOKENS, 0)
-            / f64::from(BLOCK_TOKENS),
-        decoding: worker.decoding(),
-        waiting: worker.waiting(),
-    }
-}
-
 /// Whether a router would place otherwise for it: a quarter more or less of anything.
 fn is_news(told: &Outlook, now: &Outlook) -> bool {
     let differs = |told: f64, now: f64, grain: f64| (told - now).abs() > grain.max(told.max(now) / 4.0);
@@ -326,7 +327,8 @@ fn is_news(told: &Outlook, now: &Outlook) -> bool {
         told.pending_prefill_ms,
         now.pending_prefill_ms,
         256.0 * now.prefill_ms_per_token,
-    ) || differs(f64::from(told.decoding), f64::from(now.decoding), 1.0)
+    ) || told.ahead_ms != now.ahead_ms
+        || differs(f64::from(told.decoding), f64::from(now.decoding), 1.0)
         || differs(f64::from(told.waiting), f64::from(now.waiting), 1.0)
         || differs(told.prefill_ms_per_token, now.prefill_ms_per_token, 0.0)
 }

@@ -148,7 +148,7 @@ impl Core {
     /// A worker may have room: give it to those whose turn it is.
     pub(super) fn offer(&mut self, link: Link) {
         while let Some((place, choice)) = self.next_for(link) {
-            if !self.shed_if_late(place, &choice) {
+            if !self.shed_if_late(place, choice.link, choice.prefill_ms) {
                 self.grant(place, &choice);
             }
         }

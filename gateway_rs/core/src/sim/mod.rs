@@ -483,7 +483,8 @@ impl<'a> Run<'a> {
             max_tokens: request.output_tokens - progress.said,
             choices: 1,
             expected_output_tokens: record.expected_output_tokens,
-            ttft_target_s: Some((record.due_s - self.now_s).max(0.0)),
+            arrived_s: Some(record.arrival_s),
+            ttft_target_s: Some(record.due_s - record.arrival_s),
             tpot_target_s: Some(self.config.tpot_target_s),
             epoch: progress.epoch + 1,
             ..Ask::default()

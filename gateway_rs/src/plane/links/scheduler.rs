@@ -85,6 +85,7 @@ struct Held {
 
 struct Waiting {
     ask: Ask,
+    arrived: Instant,
     deadline: Option<Instant>,
     answer: oneshot::Sender<Result<(Grant, Lease), ApiError>>,
 }
@@ -93,7 +94,8 @@ struct Waiting {
 pub struct Lease {
     scheduler: Arc<Scheduler>,
     id: u64,
-    asked: Instant,
+    /// When the request came.
+    arrived: Instant,
     released: bool,
 }
 
@@ -149,11 +151,13 @@ impl Scheduler {
     pub async fn place(
         self: &Arc<Self>,
         mut ask: Ask,
+        arrived: Instant,
         deadline: Option<Instant>,
         must_ask: bool,
     ) -> Result<(Grant, Lease), ApiError> {
         let number = self.next_ask.fetch_add(1, Ordering::Relaxed);
         ask.ask = number;
+        ask.spent_ms = spent_ms(arrived);
         ask.time_left_ms = left_ms(deadline);
         let (sender, receiver) = oneshot::channel();
         {
@@ -164,7 +168,7 @@ impl Scheduler {
                 return Err(ApiError::new(ErrorCode::Unavailable, message).with_retry_after(Duration::from_secs(1)));
             }
             if !must_ask {
-                if let Some(placed) = self.place_within_shares(&mut state, &mut ask) {
+                if let Some(placed) = self.place_within_shares(&mut state, &mut ask, arrived) {
                     return Ok(placed);
                 }
             }
@@ -173,6 +177,7 @@ impl Scheduler {
             }
             let waiting = Waiting {
                 ask: ask.clone(),
+                arrived,
                 deadline,
                 answer: sender,
             };
@@ -247,7 +252,12 @@ impl Scheduler {
 
     /// Places it without asking, where there is room for it. What is placed is written down under the same lock by which
     /// shares are taken in: the scheduler hears of it before it hears that a later share is known.
-    fn place_within_shares(self: &Arc<Self>, state: &mut State, ask: &mut Ask) -> Option<(Grant, Lease)> {
+    fn place_within_shares(
+        self: &Arc<Self>,
+        state: &mut State,
+        ask: &mut Ask,
+        arrived: Instant,
+    ) -> Option<(Grant, Lease)> {
         if state.away_since.is_some_and(|since| since.elapsed() > SHARES_LAST) {
             return None;
         }
@@ -268,7 +278,7 @@ impl Scheduler {
         let lease = Lease {
             scheduler: self.clone(),
             id: grant.lease,
-            asked: Instant::now(),
+            arrived,
             released: false,
         };
         Some((grant, lease))
@@ -326,6 +336,7 @@ impl Scheduler {
         let mut state = self.state.lock();
         state.shares.reset();
         let asks = state.asks.values().map(|waiting| Ask {
+            spent_ms: spent_ms(waiting.arrived),
             time_left_ms: left_ms(waiting.deadline),
             ..waiting.ask.clone()
         });
@@ -392,13 +403,14 @@ impl Scheduler {
         let mut lease = Lease {
             scheduler: self.clone(),
             id: grant.lease,
-            asked: Instant::now(),
+            arrived: Instant::now(),
             released: false,
         };
         let answer = {
             let mut state = self.state.lock();
             let waiting = state.asks.remove(&ask);
             if let Some(waiting) = &waiting {
+                lease.arrived = waiting.arrived;
                 let held = Held {
                     running: running(&waiting.ask, &grant),
                     taken: None,
@@ -407,7 +419,6 @@ impl Scheduler {
             }
             waiting.map(|waiting| waiting.answer)
         };
-        lease.asked -= Duration::from_secs_f32(grant.queue_s.clamp(0.0, 3600.0));
         // Nobody waits any more: the lease goes back by being dropped.
         if let Some(answer) = answer {
             let _ = answer.send(Ok((grant, lease)));
@@ -469,7 +480,7 @@ impl Lease {
             outcome: outcome as i32,
             usage: Some(books.usage()),
             kv_block_s: books.kv_block_s,
-            ttft_s: seconds(Some(self.asked), books.first),
+            ttft_s: seconds(Some(self.arrived), books.first),
             decode_s: seconds(books.first, books.last),
         });
     }
@@ -501,6 +512,11 @@ fn running(ask: &Ask, grant: &Grant) -> RunningLease {
 
 fn away() -> ApiError {
     ApiError::new(ErrorCode::Unavailable, "the scheduler cannot be reached").with_retry_after(Duration::from_secs(1))
+}
+
+/// Time spent since then, in ms, for the wire.
+pub fn spent_ms(arrived: Instant) -> u32 {
+    u32::try_from(arrived.elapsed().as_millis()).unwrap_or(u32::MAX)
 }
 
 /// Time left until a deadline, in ms, for the wire.

@@ -117,6 +117,7 @@ impl Shares {
             prefill_ms_per_token: share.prefill_ms_per_token.into(),
             decoding: share.decoding,
             waiting: share.waiting,
+            ahead_ms: share.ahead_ms.map(f64::from),
         };
         if share.number == 0 {
             self.holder.hear(share.worker, outlook);

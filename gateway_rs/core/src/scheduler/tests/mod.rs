@@ -361,6 +361,10 @@ impl Bench {
             max_tokens: words.number("max_tokens", 16),
             choices: words.number("n", 1),
             class: class(words.text("cls", "standard")),
+            arrived_s: words
+                .options
+                .get("spent")
+                .map(|value| self.now_s - value.parse::<f64>().unwrap()),
             deadline_s: left_s.map(|left_s| self.now_s + left_s),
             avoid_instances: avoid
                 .iter()

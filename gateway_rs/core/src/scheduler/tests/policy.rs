@@ -108,6 +108,36 @@ fn what_would_be_late_is_refused_with_a_hint() {
 }
 
 #[test]
+fn what_will_be_late_is_refused_when_that_is_certain() {
+    let mut bench = taught("slots=8");
+    // A second each; the second is due in 3 s, and would have its turn after 4 s.
+    bench.run("ask 1 prompt=4000 cls=interactive");
+    bench.run("ask 2 prompt=1000 ttft=3");
+    assert!(refusals(&bench.run("+1.75 silent")).is_empty());
+    let refused = refusals(&bench.run("+0.1 silent"));
+    assert_eq!(
+        (refused.len(), refused[0].ask),
+        (1, 2),
+        "3 s less 1.2 of what its prompt takes"
+    );
+    // Nothing of it is counted at the worker any more.
+    assert_eq!(bench.core.fleet().workers[&bench.links["A"]].planned, 0);
+}
+
+#[test]
+fn a_target_counts_from_the_arrival_at_the_router() {
+    let mut bench = taught("slots=8");
+    bench.run("ask 1 prompt=4000 cls=interactive");
+    bench.run("ask 2 prompt=1000 ttft=3 spent=1");
+    assert!(refusals(&bench.run("+0.75 silent")).is_empty());
+    assert_eq!(refusals(&bench.run("+0.1 silent")).len(), 1);
+    // Who came first is due first, whichever asked first.
+    bench.run("ask 3 prompt=900");
+    bench.run("ask 4 prompt=900 spent=2");
+    assert_eq!(grants(&bench.run("progress 1")).first(), Some(&4));
+}
+
+#[test]
 fn what_an_idle_worker_could_not_do_in_time_is_refused_at_once() {
     let mut bench = taught("slots=8");
     let refused = refusals(&bench.run("ask 1 prompt=5000 left_s=1"));
@@ -398,7 +428,7 @@ struct Mill {
     tokens: BTreeMap<u64, (u32, u32)>,
     aside: BTreeSet<u64>,
     ended: BTreeMap<u64, f64>,
-    refused: BTreeSet<u64>,
+    refused: BTreeMap<u64, Reason>,
     busy_until_s: BTreeMap<Arc<str>, f64>,
     granted_s: BTreeMap<u64, f64>,
     /// Tokens computed for each tenant.
@@ -420,7 +450,7 @@ impl Mill {
             tokens: BTreeMap::new(),
             aside: BTreeSet::new(),
             ended: BTreeMap::new(),
-            refused: BTreeSet::new(),
+            refused: BTreeMap::new(),
             busy_until_s: BTreeMap::new(),
             granted_s: BTreeMap::new(),
             had: BTreeMap::new(),
@@ -442,7 +472,10 @@ impl Mill {
             match action {
                 Action::Granted(grant) => self.start(grant.ask, &grant.instance_id.clone()),
                 Action::Refused(refusal) => {
-                    self.refused.insert(refusal.ask);
+                    assert!(
+                        self.refused.insert(refusal.ask, refusal.reason).is_none(),
+                        "refused twice"
+                    );
                 }
                 Action::Preempt { lease, .. } => {
                     let number = self.number_of(*lease);
@@ -610,6 +643,7 @@ proptest! {
         let policy = Policy { prefill_share: share, dispatch_ahead_s: ahead, ..policy() };
         let mut mill = Mill::new(policy, workers, slots);
         let count = 60;
+        let mut limited = BTreeSet::new();
         for number in 0..count {
             let (prompt, output) = (rng.random_range(1..1500), rng.random_range(1..200));
             let class = Class::ALL[rng.random_range(0..3)].name();
@@ -617,9 +651,11 @@ proptest! {
             let mut options = format!("cls={class} max_tokens={output}");
             if rng.random_bool(0.2) {
                 options += &format!(" left_s={:.2}", rng.random_range(0.1..20.0));
+                limited.insert(number);
             }
             if rng.random_bool(0.2) {
                 options += &format!(" ttft={:.2}", rng.random_range(0.1..5.0));
+                limited.insert(number);
             }
             mill.ask(number, prompt, output, tenant, &options);
             let seconds = rng.random_range(0.0..0.6);
@@ -627,9 +663,13 @@ proptest! {
         }
         mill.until(mill.bench.now_s + 600.0);
         for number in 0..count {
-            let over = mill.ended.contains_key(&number) || mill.refused.contains(&number);
-            prop_assert!(over, "seed {seed}: {number} {:?} {:?}", mill.tokens[&number], mill.bench.grant(number));
+            // It ends, or is refused because of what it asked for itself, and never both.
+            let (ended, refused) = (mill.ended.contains_key(&number), mill.refused.get(&number));
+            let told = format!("seed {seed}: {number} {:?} {refused:?}", mill.tokens[&number]);
+            prop_assert!(ended != refused.is_some(), "{told}");
+            prop_assert!(refused.is_none() || limited.contains(&number), "{told}");
         }
         prop_assert!(mill.bench.core.queue().is_empty() && mill.bench.core.fleet().leases.is_empty());
+        prop_assert!(mill.aside.is_empty(), "seed {seed}: put aside for ever");
     }
 }
