@@ -17,13 +17,12 @@ __all__ = [
     "PrefixIndex",
     "Router",
     "Scheduler",
+    "StepBudget",
     "StopMatcher",
     "StreamDecoder",
     "Tokenizer",
     "Workload",
     "block_hashes",
-    "chunk_weight",
-    "chunk_within",
     "cost_tables",
     "placement_policies",
     "route_agreement",
@@ -370,6 +369,24 @@ class CostTable:
         """KV that one worker holds."""
 
 @final
+class StepBudget:
+    """What of prompts one step of a worker may take, in tokens without attention. The simulator's workers share it.
+
+    ``told``, ``own`` and ``idle`` are prompt tokens at a prompt's beginning: as the scheduler last said, the worker's
+    own beside running streams, and where little runs beside what begins. ``pair_tokens``: of attention, 0 = not known.
+    """
+
+    def __new__(
+        cls, told: int, own: int, idle: int, pair_tokens: float, decoding: int, beginning: int
+    ) -> StepBudget: ...
+    @property
+    def open(self) -> bool:
+        """Whether another part of a prompt may begin."""
+
+    def take(self, left: int, computed: int) -> int:
+        """The next part: of ``left`` tokens behind ``computed`` of the same prompt; at least 1 while it is open."""
+
+@final
 class Workload:
     """Requests in the order of their arrival: of a trace, or made up. Readers raise ValueError, naming the line."""
 
@@ -410,12 +427,6 @@ class Outcome:
         """A value of each request, in the workload's order; NaN where it has none. Raises ValueError."""
 
     def __len__(self) -> int: ...
-
-def chunk_weight(tokens: int, computed: int, pair_tokens: float) -> float:
-    """What a part of a prompt behind ``computed`` tokens takes, in prompt tokens without attention."""
-
-def chunk_within(weight: float, computed: int, pair_tokens: float) -> int:
-    """The largest part behind ``computed`` tokens that takes no more than that."""
 
 def cost_tables() -> str:
     """The built-in cost tables, as a JSON array."""

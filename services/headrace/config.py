@@ -412,6 +412,9 @@ class WorkerConfig:
         "`headrace sim --gpu list` shows them; empty = none",
         optional=True,
     )
+    sim_slowdown: float = setting(
+        1.0, "sim engine: all its times are multiplied by this, as the simulator's by `slowdown`", minimum=0.001
+    )
     sim_output_tokens: int = setting(0, "sim engine: ids before it ends an answer by itself; 0 = never", minimum=0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,7 @@ from headrace.worker.engine import (
     TokenLogprobs,
 )
 from headrace.worker.kv import CopyLane, LoadBlock, SaveBlock, TrimLane
+from headrace.worker.validate import CLASS_TTFT_S
 
 EOS = 99
 STOP, LENGTH = types_pb2.OUTCOME_STOP, types_pb2.OUTCOME_LENGTH
@@ -64,6 +65,7 @@ def request(
     lora: str = "",
     reuse: bool = True,
     class_: types_pb2.RequestClass = types_pb2.REQUEST_CLASS_INTERACTIVE,
+    due_s: float = 0.0,
     deadline_s: float | None = None,
     prompt_logprobs: bool = False,
 ) -> Request:
@@ -77,6 +79,7 @@ def request(
         lora=lora,
         reuse_prefix=reuse,
         request_class=class_,
+        due_s=due_s,
         deadline_s=deadline_s,
         logprobs=LogprobOptions(prompt=prompt_logprobs),
     )
@@ -174,6 +177,9 @@ class World:
         ]
 
     def submit(self, request: Request) -> types_pb2.Error | None:
+        """Due by its class, where the test says nothing else."""
+        if not request.due_s:
+            request = replace(request, due_s=self.now + CLASS_TTFT_S[request.request_class])
         refusal = self.composer.submit(request, self.now)
         if refusal is None:
             self.requests[request.key] = request
@@ -597,19 +603,31 @@ def test_deadline_stops_within_one_step_running_or_waiting() -> None:
     world.check_rest()
 
 
-def test_classes_go_first_but_starve_nobody() -> None:
+def test_who_is_due_first_goes_first_but_nobody_starves() -> None:
     world = World(limits(slots=1))
-    batch, interactive = types_pb2.REQUEST_CLASS_BATCH, types_pb2.REQUEST_CLASS_INTERACTIVE
     world.submit(request(0, "a", max_tokens=2))
     world.step()
-    world.submit(request(1, "b", max_tokens=2, class_=batch))
+    world.submit(request(1, "b", max_tokens=2, due_s=world.now + 60))
     for key in range(2, 100):
-        world.submit(request(key, "c", max_tokens=2, class_=interactive))
+        world.submit(request(key, "c", max_tokens=2, due_s=world.now + 1))
         world.step()
         world.step()
     order = [delta.key for delta in world.deltas if delta.finish]
     assert order.index(2) < order.index(1)
     assert 1 in order
+
+
+def test_a_prompt_that_is_due_sooner_goes_before_one_that_has_begun() -> None:
+    world = World(limits(slots=4))
+    world.submit(request(1, "a" * 50, max_tokens=2, due_s=60))
+    world.step()
+    began = world.composer.load(0).running_prompt_tokens
+    assert 0 < began < 50
+    world.submit(request(2, "b" * 20, max_tokens=2, due_s=1))
+    world.run()
+    firsts = [delta.key for delta in world.deltas if delta.first_index == 0 and delta.ids]
+    assert firsts == [2, 1]
+    world.check_rest()
 
 
 def test_prompt_logprobs_come_with_the_first_delta_one_for_each_id_but_the_first() -> None:
@@ -670,6 +688,7 @@ def requests_(draw: st.DrawFn) -> Request:
         salt=draw(st.sampled_from([b"", b"", b"s"])),
         reuse=draw(st.sampled_from([True, True, True, False])),
         class_=draw(st.sampled_from([types_pb2.REQUEST_CLASS_INTERACTIVE, types_pb2.REQUEST_CLASS_BATCH])),
+        due_s=draw(st.sampled_from([0.0, 1.0, 60.0])),
         deadline_s=draw(st.one_of(st.none(), st.floats(1.0, 60.0))),
         prompt_logprobs=draw(st.sampled_from([False, False, False, True])),
     )

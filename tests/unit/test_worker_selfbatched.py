@@ -19,7 +19,6 @@ from headrace.worker.selfbatched import Inbox, KvState, Room, Run, SelfBatched
 STOP, LENGTH = types_pb2.OUTCOME_STOP, types_pb2.OUTCOME_LENGTH
 CANCELLED, DEADLINE, FAILED = types_pb2.OUTCOME_CANCELLED, types_pb2.OUTCOME_DEADLINE, types_pb2.OUTCOME_FAILED
 REJECTED = types_pb2.OUTCOME_REJECTED
-INTERACTIVE, BATCH = types_pb2.REQUEST_CLASS_INTERACTIVE, types_pb2.REQUEST_CLASS_BATCH
 EOS = 9
 
 
@@ -137,9 +136,9 @@ async def desk() -> AsyncIterator[Desk]:
     await made.engine.stop()
 
 
-async def test_turns_go_by_class_and_at_most_so_many_run(desk: Desk) -> None:
-    for key, class_ in ((1, BATCH), (2, BATCH), (3, BATCH), (4, INTERACTIVE)):
-        desk.submit(key, request_class=class_)
+async def test_turns_go_by_when_first_ids_are_due_and_at_most_so_many_run(desk: Desk) -> None:
+    for key, due_s in ((1, 60.0), (2, 60.0), (3, 60.0), (4, 1.0)):
+        desk.submit(key, due_s=due_s)
     assert [run.request.key for run in desk.driver.runs] == [1, 2]
     load = desk.engine.load()
     assert (load.running_requests, load.waiting_requests, load.slots) == (2, 2, 2)
@@ -346,7 +345,7 @@ async def test_any_interleaving_ends_each_choice_once() -> None:
         key = dice.choice(list(asked)) if asked else 0
         if what < 0.1:
             number, n = len(asked) + 1, dice.choice([1, 1, 2, 3])
-            if desk.submit(number, n=n, request_class=dice.choice([INTERACTIVE, BATCH])) is None:
+            if desk.submit(number, n=n, due_s=dice.choice([1.0, 60.0])) is None:
                 asked[number] = n
         elif what < 0.15:
             desk.engine.cancel(key, dice.choice([None, 0, 1]), CANCELLED)

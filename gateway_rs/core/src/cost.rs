@@ -61,6 +61,64 @@ pub fn chunk_within(weight: f64, computed: u32, pair_tokens: f64) -> u32 {
     (tokens + 1e-6) as u32
 }
 
+/// What a worker computes of prompts in a step, at the beginning of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ChunkLimits {
+    /// As it was last told by the scheduler.
+    pub told: u32,
+    /// Its own, beside running streams.
+    pub own: u32,
+    /// And in a step in which nothing decodes, or little beside what waits; the engine's bound, whatever it is told.
+    pub idle: u32,
+    /// How many prompt tokens take as long as one pair of tokens in attention; 0 = not known.
+    pub pair_tokens: f64,
+}
+
+/// What of prompts one step may take. The rule of live workers and of simulated ones.
+///
+/// Beside streams that run as little as they are owed, unless more requests begin than would be held up (a burst then takes
+/// fewer steps, and all of it is done sooner). In tokens without attention: farther into a prompt a chunk is smaller.
+#[derive(Clone, Copy, Debug)]
+pub struct StepBudget {
+    weight: f64,
+    tokens: u32,
+    pair_tokens: f64,
+}
+
+impl StepBudget {
+    /// For a step in which so many sequences decode and so many begin: their prompt is being computed, or could be.
+    #[must_use]
+    pub fn new(limits: ChunkLimits, decoding: u32, beginning: u32) -> Self {
+        let most = limits.own.max(limits.idle);
+        let told = limits.told.min(most);
+        let owed = decoding > 0 && (told < limits.own || beginning <= decoding);
+        Self {
+            weight: chunk_weight(if owed { told } else { most }, 0, limits.pair_tokens),
+            tokens: most,
+            pair_tokens: limits.pair_tokens,
+        }
+    }
+
+    /// Whether another chunk may begin.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.weight >= 1.0 && self.tokens > 0
+    }
+
+    /// The next chunk: of `left` tokens of a prompt, behind `computed` of them. One token at least while it is open, so that
+    /// prefill never stands still.
+    pub fn take(&mut self, left: u32, computed: u32) -> u32 {
+        if !self.is_open() {
+            return 0;
+        }
+        let tokens = chunk_within(self.weight, computed, self.pair_tokens).max(1);
+        let tokens = tokens.min(self.tokens).min(left);
+        self.weight -= chunk_weight(tokens, computed, self.pair_tokens);
+        self.tokens -= tokens;
+        tokens
+    }
+}
+
 /// A table that can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {

@@ -23,21 +23,37 @@ use crate::scheduler::{self, Books, Effects, Span, Status, TenantSettings};
 
 /// Adds this file's part to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(chunk_weight, module)?)?;
-    module.add_function(wrap_pyfunction!(chunk_within, module)?)?;
+    module.add_class::<StepBudget>()?;
     module.add_class::<Scheduler>()
 }
 
-/// What a part of a prompt behind `computed` tokens takes, in prompt tokens without attention.
-#[pyfunction]
-fn chunk_weight(tokens: u32, computed: u32, pair_tokens: f64) -> f64 {
-    cost::chunk_weight(tokens, computed, pair_tokens)
-}
+/// What of prompts one step of a worker may take.
+#[pyclass(module = "headrace._gateway")]
+struct StepBudget(cost::StepBudget);
 
-/// The largest part behind `computed` tokens that takes no more than that.
-#[pyfunction]
-fn chunk_within(weight: f64, computed: u32, pair_tokens: f64) -> u32 {
-    cost::chunk_within(weight, computed, pair_tokens)
+#[pymethods]
+impl StepBudget {
+    #[new]
+    fn new(told: u32, own: u32, idle: u32, pair_tokens: f64, decoding: u32, beginning: u32) -> Self {
+        let limits = cost::ChunkLimits {
+            told,
+            own,
+            idle,
+            pair_tokens,
+        };
+        Self(cost::StepBudget::new(limits, decoding, beginning))
+    }
+
+    /// Whether another part of a prompt may begin.
+    #[getter]
+    fn open(&self) -> bool {
+        self.0.is_open()
+    }
+
+    /// The next part: of `left` tokens behind `computed` of the same prompt.
+    fn take(&mut self, left: u32, computed: u32) -> u32 {
+        self.0.take(left, computed)
+    }
 }
 
 /// The scheduler behind its wire messages.

@@ -10,15 +10,15 @@ A core without clock, threads or engine. Its driver (``loop.py``, and tests) goe
 and may call ``submit`` and ``cancel`` at any point between, ``put_aside`` and ``go_on`` between steps. The rules:
 
 - Every sequence that decodes is in every step; beside them at most ``chunk_tokens`` of prompts are computed (fewer far
-  into a prompt, where attention takes its part), first come first served, so that no running stream waits longer than
+  into a prompt, where attention takes its part), in that order, so that no running stream waits longer than
   such a step; ``idle_chunk_tokens`` while nothing decodes, or more wait for their first token than decode. New
   sequences join at the next step, finished ones leave at once.
 - KV comes from ``kv.py`` with its hard bound. Blocks for a prompt are taken on admission, blocks for the answer when
   they are needed. When there are none left, what is only held for reuse goes first; then the youngest sequence is put
   back into the queue and will be computed again. The oldest can therefore always go on, and nothing deadlocks; what
   could not fit alone is refused on submission.
-- Order is by arrival; a class lower than interactive is treated as if it had come so much later. That puts classes in
-  order and starves none.
+- Order is by when first ids are due, by the request's own target or its class's: who is due first is computed first, as
+  the scheduler expects. Whoever waits is due in the end, so none starves.
 - Batch work makes way for others' first ids: the youngest is put back where there is no slot or KV for a prompt, all of
   it stands still while that is computed, though not longer than ``YIELD_S`` at a time, and ``Step.yields`` says that
   a step computes prompts of batch work only, which are worth breaking off.
@@ -39,7 +39,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace._gateway import chunk_weight, chunk_within
+from headrace._gateway import StepBudget
 from headrace.errors import error
 from headrace.v1 import types_pb2, worker_pb2
 from headrace.worker.drafts import Drafted, Guesser, Lookup, Speculation
@@ -52,14 +52,6 @@ from headrace.worker.engine import (
     TokenLogprobs,
 )
 from headrace.worker.kv import HashBlocks, Intake, KvAccounts, Lane, Operation, Scope
-
-#: A class waits as if it had arrived so many seconds later.
-CLASS_DELAY_S: Mapping[int, float] = {
-    types_pb2.REQUEST_CLASS_INTERACTIVE: 0.0,
-    types_pb2.REQUEST_CLASS_UNSPECIFIED: 5.0,
-    types_pb2.REQUEST_CLASS_STANDARD: 5.0,
-    types_pb2.REQUEST_CLASS_BATCH: 60.0,
-}
 
 #: Batch work stands still no longer than this for the first ids of others: half of its target between tokens.
 YIELD_S = 0.5
@@ -251,6 +243,8 @@ class Step:
     guesses: dict[int, int] = field(default_factory=dict)
     #: Who has guessed each of ``drafts``.
     guessers: dict[int, Guesser] = field(default_factory=dict)
+    #: It comes right after another: whoever computes it has not been idle.
+    follows: bool = False
 
     @property
     def decode_tokens(self) -> int:
@@ -305,8 +299,8 @@ class Composer:
             return refusal
         self._arrivals += 1
         state = self._states[request.key] = _RequestState(request, now, self.limits.context_tokens)
-        place = now + CLASS_DELAY_S.get(request.request_class, 5.0)
-        state.sequences = [Sequence(state, choice, (place, self._arrivals, choice)) for choice in range(request.n)]
+        orders = [(request.due_s, self._arrivals, choice) for choice in range(request.n)]
+        state.sequences = [Sequence(state, choice, order) for choice, order in enumerate(orders)]
         # The others follow when the first has computed the prompt.
         self._enqueue(state.sequences[0])
         if request.deadline_s is not None:
@@ -656,47 +650,53 @@ class Composer:
 
     # --- inside: choosing --------------------------------------------------------------------------------------------
 
-    def _budget(self, decoding: int, beginning: int) -> float:
-        """What of prompts the next step may take, in tokens without attention: as little as running streams are owed,
-        unless more requests wait for their first token than would be held up (a burst then takes fewer steps, and all
-        of it is done sooner)."""
-        beginning += min(len(self._waiting), self.slots - self._seated)
-        asked_for_less = self.chunk_tokens < self.limits.chunk_tokens
-        owed = decoding and (asked_for_less or beginning <= decoding)
-        return chunk_weight(self.chunk_tokens if owed else self._most_tokens(), 0, self.pair_tokens)
-
-    def _most_tokens(self) -> int:
-        """Prompt tokens that a step may hold at most."""
-        return max(self.chunk_tokens, self.limits.idle_chunk_tokens)
+    def _budget(self, decoding: int, beginning: int) -> StepBudget:
+        """What of prompts the next step may take."""
+        beginning += max(0, min(len(self._waiting), self.slots - self._seated))
+        own, idle = self.limits.chunk_tokens, self.limits.idle_chunk_tokens
+        return StepBudget(self.chunk_tokens, own, idle, self.pair_tokens, decoding, beginning)
 
     def _chunks(
-        self, budget: float, output: int, rows: list[Sequence], outputs: list[int], now: float, *, still: bool
+        self, budget: StepBudget, output: int, rows: list[Sequence], outputs: list[int], now: float, *, still: bool
     ) -> list[Chunk]:
-        """Parts of prompts for this step: those begun first, then those that wait. ``still``: none of batch work."""
+        """Parts of prompts for this step, in order: of those begun, and of those that wait, while there is room.
+        ``still``: none of batch work."""
         chunks: list[Chunk] = []
-        # A copy: a fork takes its place among the running, and its prompt is not to be computed.
-        for sequence in list(self._running):
-            if budget < 1:
-                return chunks
-            if sequence.lane is not None and not sequence.prefilled and not (still and _is_batch(sequence)):
-                budget, output = self._chunk(sequence, budget, output, chunks, rows, outputs, now)
-        while budget >= 1 and not (still and self._waiting and _is_batch(self._waiting[0])):
-            newcomer = self._admit(now)
-            if newcomer is None:
+        # Of those seated now: a fork takes its place among the running, and its prompt is not to be computed.
+        begun = [
+            sequence
+            for sequence in self._running
+            if sequence.lane is not None and not sequence.prefilled and not (still and _is_batch(sequence))
+        ]
+        at, can_begin = 0, True
+        while budget.open:
+            sequence = begun[at] if at < len(begun) else None
+            waits = can_begin and bool(self._waiting) and not (still and _is_batch(self._waiting[0]))
+            if waits and (sequence is None or self._waiting[0].order < sequence.order):
+                newcomer = self._admit(now)
+                if newcomer is None:
+                    # Those that have begun go on.
+                    can_begin = False
+                    continue
+                sequence = newcomer
+            else:
+                at += 1
+            if sequence is None:
                 break
-            budget, output = self._chunk(newcomer, budget, output, chunks, rows, outputs, now)
+            output = self._chunk(sequence, budget, output, chunks, rows, outputs, now)
         return chunks
 
     def _chunk(
         self,
         sequence: Sequence,
-        budget: float,
+        budget: StepBudget,
         output: int,
         chunks: list[Chunk],
         rows: list[Sequence],
         outputs: list[int],
         now: float,
-    ) -> tuple[float, int]:
+    ) -> int:
+        """Adds the next part of that prompt; returns how many outputs the step has with it."""
         lane, state = sequence.lane, sequence.state
         assert lane is not None
         all_logits = state.request.logprobs.prompt and not state.announced and sequence.choice == 0
@@ -704,11 +704,7 @@ class Composer:
             there = self.kv.advance(lane, sequence.ids, sequence.computed)
             self._count_cached(sequence, there - sequence.computed)
             sequence.computed = there
-        # One at least: prefill never stands still. The engine's batch bounds all of them, however little they take.
-        count = max(1, chunk_within(budget, sequence.computed, self.pair_tokens))
-        room = self._most_tokens() - sum(other.count for other in chunks)
-        count = min(count, len(sequence.ids) - sequence.computed, room)
-        budget -= chunk_weight(count, sequence.computed, self.pair_tokens)
+        count = budget.take(len(sequence.ids) - sequence.computed, sequence.computed)
         last = sequence.computed + count == len(sequence.ids)
         chunk = Chunk(sequence, lane, sequence.computed, count, last, all_logits)
         chunks.append(chunk)
@@ -718,7 +714,7 @@ class Composer:
             drawers = [sequence, *(twin for twin, _ in chunk.forks)]
             rows.extend(drawers)
             outputs.extend([output + (count - 1 if all_logits else 0)] * len(drawers))
-        return budget if count < room else 0.0, output + (count if all_logits else int(last))
+        return output + (count if all_logits else int(last))
 
     def _admit(self, now: float) -> Sequence | None:
         """The first of those waiting, when there is a slot and room for its ids."""

@@ -101,6 +101,8 @@ class Request:
     cache_salt: bytes = b""
     request_class: types_pb2.RequestClass = types_pb2.REQUEST_CLASS_STANDARD
     deadline_s: float | None = None
+    #: When its first id is due, on the same clock: whose turn it is.
+    due_s: float = 0.0
     #: So many ids at the prompt's end are answer from an earlier attempt.
     resumed_tokens: int = 0
     reuse_prefix: bool = True

@@ -161,6 +161,8 @@ class BatchLoop:
         self._load_s = 0.0
         self._iteration = 0
         self._step_began_s: float | None = None
+        #: Since the last step there was nothing to compute.
+        self._rested = True
         #: The requests of a step that is worth breaking off; those of them that have been cancelled meanwhile.
         self._interruptible: frozenset[int] = frozenset()
         self._cancelled: set[int] = set()
@@ -322,6 +324,7 @@ class BatchLoop:
             failures = 0
             while not self._stopping:
                 if composer.idle and not self._mailbox and not self._questions:
+                    self._rested = True
                     self._wake.wait()
                 self._wake.clear()
                 now = self._clock()
@@ -378,9 +381,11 @@ class BatchLoop:
         cost, good = None, True
         if step.empty and not composer.idle:
             # All that is here was put aside, or nothing fits, which the accounts rule out: no reason to burn a CPU.
+            self._rested = True
             self._wake.wait(_PAUSE_S)
         if not step.empty or step.operations:
             self._step_began_s = now
+            step.follows, self._rested = not self._rested, False
             try:
                 self._guard(step)
                 drawn = self._backend.execute(step)

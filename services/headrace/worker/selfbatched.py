@@ -33,7 +33,6 @@ from typing import Protocol
 
 from headrace.errors import EngineError, error
 from headrace.v1 import types_pb2, worker_pb2
-from headrace.worker.composer import CLASS_DELAY_S
 from headrace.worker.engine import (
     BlockChange,
     Delta,
@@ -481,9 +480,10 @@ class SelfBatched:
         state = _State(request, now, request.stopping.end_ids, internal)
         room = self._room.context_tokens - len(request.prompt_ids)
         most = min(request.stopping.max_tokens, room)
-        arrival = now + CLASS_DELAY_S.get(request.request_class, 0.0)
         number = next(self._numbers)
-        state.sequences = [_Sequence(state, choice, (arrival, number, choice), most) for choice in range(request.n)]
+        state.sequences = [
+            _Sequence(state, choice, (request.due_s, number, choice), most) for choice in range(request.n)
+        ]
         state.open_choices = request.n
         self._states[request.key] = state
         if room < 1:

@@ -22,7 +22,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ from headrace.worker.engine import (
 from headrace.worker.handoffs import Handoffs
 from headrace.worker.links import CacheLink, SchedulerLink
 from headrace.worker.transfer import Progress, Received, Waiters, give, take
-from headrace.worker.validate import begun, request_of
+from headrace.worker.validate import CLASS_TTFT_S, begun, request_of
 
 if TYPE_CHECKING:
     from headrace.worker.engines.remote import Dialect
@@ -238,9 +238,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         engine: Engine,
         registry: CollectorRegistry,
         *,
+        class_ttft_s: Mapping[int, float] = CLASS_TTFT_S,
         now: Callable[[], float] = time.monotonic,
         tls: Tls | None = None,
     ) -> None:
+        """``class_ttft_s``: when a request's first id is due, by its class; its own target comes before that."""
+        self._class_ttft_s = class_ttft_s
         self.worker_id = config.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         self.instance_id = uuid.uuid4().hex
         self.state = STARTING
@@ -500,7 +503,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if (refusal := self._not_now()) is not None:
             self._refuse(open_, refusal)
             return
-        request = request_of(submit, open_.key, self.description, self._now)
+        request = request_of(submit, open_.key, self.description, self._now, self._class_ttft_s)
         if isinstance(request, types_pb2.Error):
             self._refuse(open_, request)
         elif submit.handoff.HasField("fetch"):
@@ -867,8 +870,15 @@ def make_engine(
             step_s=config.sim_step_ms / 1000,
             step_s_per_sequence=config.sim_step_ms_per_sequence / 1000,
             table=_cost_table(config.sim_cost_table) if config.sim_cost_table else None,
+            slowdown=config.sim_slowdown,
         )
-        backend = SimBackend(sim_limits(config, folder), timing, folder, output_tokens=config.sim_output_tokens)
+        backend = SimBackend(
+            sim_limits(config, folder),
+            timing,
+            folder,
+            output_tokens=config.sim_output_tokens,
+            cost_table=config.sim_cost_table,
+        )
     else:
         raise ConfigError(f"worker.engine: no engine {config.engine!r}")
     hash_blocks = block_namer(model.name, config.block_tokens) if config.prefix_cache else None
@@ -933,7 +943,7 @@ async def run(config: Config) -> None:
             guessing = ModelConfig("draft_model", worker.draft_model, worker.draft_quantization)
             draft = await asyncio.to_thread(_prepare, guessing, needs_weights=True)
         engine = make_engine(config, model, folder, certificates, draft)
-        await _serve(worker, model.name, folder, engine, certificates, began_s)
+        await _serve(config, model.name, folder, engine, certificates, began_s)
     finally:
         await asyncio.to_thread(tracing.shutdown)
 
@@ -965,15 +975,21 @@ def _add_doors(server: Service, servicer: WorkerService, folder: models.ModelFol
 
 
 async def _serve(
-    config: WorkerConfig,
+    settings: Config,
     model: str,
     folder: models.ModelFolder,
     engine: Engine,
     certificates: Tls | None,
     began_s: float,
 ) -> None:
+    config, targets = settings.worker, settings.scheduler
     server = Service("worker", config.address, metrics_address=config.metrics_address, tls=certificates)
-    servicer = WorkerService(config, engine, server.registry, tls=certificates)
+    class_ttft_s: dict[int, float] = {
+        types_pb2.REQUEST_CLASS_INTERACTIVE: targets.interactive_ttft_s,
+        types_pb2.REQUEST_CLASS_STANDARD: targets.standard_ttft_s,
+        types_pb2.REQUEST_CLASS_BATCH: targets.batch_ttft_s,
+    }
+    servicer = WorkerService(config, engine, server.registry, tls=certificates, class_ttft_s=class_ttft_s)
     server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, FULL_NAME)
     _add_doors(server, servicer, folder, config)
     scheduler, cache = _links(config, model, servicer, engine, lambda: server.address, certificates, began_s)

@@ -23,6 +23,8 @@ class Timing:
     step_s_per_sequence: float = 0.0001
     #: In place of all these.
     table: CostTable | None = None
+    #: All times are multiplied by this.
+    slowdown: float = 1.0
 
     def step(self, decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
         """Seconds that a step takes.
@@ -31,7 +33,10 @@ class Timing:
         same prompt before them).
         """
         if self.table is not None:
-            return self.table.step_s(decodes, context_tokens, chunks)
+            return self.slowdown * self.table.step_s(decodes, context_tokens, chunks)
+        return self.slowdown * self._linear(decodes, chunks)
+
+    def _linear(self, decodes: int, chunks: Sequence[tuple[int, int]]) -> float:
         prefill_s = sum(tokens for tokens, _ in chunks) / self.prefill_tokens_per_s
         if decodes == 0:
             return prefill_s

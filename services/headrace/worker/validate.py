@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from headrace.errors import error
@@ -27,15 +27,24 @@ class _Bad(Exception):
         self.error = error(code, message, param=param)
 
 
+#: From a request's arrival to its first id, by class, where nothing else is configured.
+CLASS_TTFT_S: Mapping[int, float] = {
+    types_pb2.REQUEST_CLASS_INTERACTIVE: 1.0,
+    types_pb2.REQUEST_CLASS_STANDARD: 5.0,
+    types_pb2.REQUEST_CLASS_BATCH: 60.0,
+}
+
+
 def request_of(
     submit: worker_pb2.Submit,
     key: int,
     description: types_pb2.ModelDescription,
     now: Callable[[], float],
+    class_ttft_s: Mapping[int, float] = CLASS_TTFT_S,
 ) -> Request | types_pb2.Error:
     """The request, with the number ``key``; or why not."""
     try:
-        return _request(submit, key, description, now)
+        return _request(submit, key, description, now, class_ttft_s)
     except _Bad as bad:
         return bad.error
 
@@ -77,7 +86,11 @@ def malformed(guided: Guided) -> types_pb2.Error | None:
 
 
 def _request(
-    submit: worker_pb2.Submit, key: int, description: types_pb2.ModelDescription, now: Callable[[], float]
+    submit: worker_pb2.Submit,
+    key: int,
+    description: types_pb2.ModelDescription,
+    now: Callable[[], float],
+    class_ttft_s: Mapping[int, float],
 ) -> Request:
     if submit.model and submit.model != description.model:
         raise _Bad(
@@ -86,6 +99,12 @@ def _request(
             types_pb2.ERROR_CODE_MODEL_NOT_FOUND,
         )
     prompt = _prompt(submit, description)
+    request_class = getattr(submit, "class") or types_pb2.REQUEST_CLASS_STANDARD
+    if submit.HasField("ttft_target_ms"):
+        target_s = submit.ttft_target_ms / 1000
+    else:
+        # A class from a newer router is nobody's in particular.
+        target_s = class_ttft_s.get(request_class, class_ttft_s[types_pb2.REQUEST_CLASS_STANDARD])
     if submit.lora and submit.lora not in description.capabilities.lora:
         raise _unsupported("lora", f"the adapter {submit.lora!r}", "lora")
     return Request(
@@ -97,8 +116,9 @@ def _request(
         guided=_guided(submit, description),
         lora=submit.lora,
         cache_salt=submit.cache_salt,
-        request_class=getattr(submit, "class") or types_pb2.REQUEST_CLASS_STANDARD,
+        request_class=request_class,
         deadline_s=now() + submit.time_left_ms / 1000 if submit.HasField("time_left_ms") else None,
+        due_s=now() + target_s - submit.spent_ms / 1000,
         resumed_tokens=submit.resumed_tokens,
         reuse_prefix=not submit.bypass_prefix_cache,
         handoff=_handoff(submit, description),

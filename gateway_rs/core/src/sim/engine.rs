@@ -10,7 +10,7 @@ use std::collections::{BTreeSet, BinaryHeap};
 use std::sync::Arc;
 
 use super::kv::Kv;
-use crate::cost::{chunk_weight, chunk_within, CostModel, CostTable, Shape};
+use crate::cost::{ChunkLimits, CostModel, CostTable, Shape, StepBudget};
 use crate::scheduler::events::StepReport;
 
 /// How many prompt tokens a step may compute.
@@ -20,7 +20,7 @@ pub enum Chunk {
     Fixed(u32),
     /// The most that keep the step within nine tenths of the target between tokens.
     Dynamic,
-    /// So many prompt tokens as the scheduler last said.
+    /// As live workers do: so many prompt tokens as the scheduler last said, in all `chunk_tokens` at most.
     Scheduler,
 }
 
@@ -49,6 +49,8 @@ pub struct EngineConfig {
     pub max_batch: u32,
     /// Prompt tokens in a step.
     pub chunk: Chunk,
+    /// The most prompt tokens in a step, whoever sizes it.
+    pub chunk_tokens: u32,
     /// Between tokens; the dynamic chunk keeps to it.
     pub tpot_target_s: f64,
     /// Whose turn.
@@ -71,8 +73,8 @@ pub const HOST_BLOCK_MS: f64 = 2.7 * 0.25;
 /// The dynamic chunk never falls below this: prefill doesn't stand still.
 const CHUNK_FLOOR: u32 = 128;
 
-/// Nor rises above.
-const CHUNK_MOST: u32 = 8192;
+/// The most prompt tokens in a step, where nothing else is said.
+pub const CHUNK_MOST: u32 = 8192;
 
 /// Share of the target between tokens that a step may take.
 const STEP_SHARE: f64 = 0.9;
@@ -234,7 +236,7 @@ impl Engine {
         };
         Self {
             cost: CostModel::new(Some(Arc::clone(&config.table))),
-            chunk_tokens: CHUNK_FLOOR * 4,
+            chunk_tokens: config.chunk_tokens,
             pair_tokens: 0.0,
             kv: Kv::new(blocks.max(1) as usize, config.host_blocks as usize),
             seqs: Vec::new(),
@@ -621,6 +623,7 @@ impl Engine {
     /// Chooses what the next step computes.
     fn compose(&mut self, now_s: f64, said: &mut Vec<Said>) {
         let mut shape = Shape::decode(self.load.decoding, self.load.context_tokens);
+        let mut budget = self.told_budget();
         let mut chunks = Vec::new();
         let mut loaded = 0;
         let mut can_start = true;
@@ -639,7 +642,11 @@ impl Engine {
                     self.seqs[slot as usize] = Some(seq);
                     continue;
                 }
-                if self.room(&shape, 0) == 0 {
+                let is_open = match &budget {
+                    Some(budget) => budget.is_open(),
+                    None => self.room(&shape, 0) > 0,
+                };
+                if !is_open {
                     self.seqs[slot as usize] = Some(seq);
                     break;
                 }
@@ -661,12 +668,16 @@ impl Engine {
                     continue;
                 }
             }
-            let tokens = self.room(&shape, seq.computed).min(seq.target - seq.computed);
+            let left = seq.target - seq.computed;
+            let tokens = match &mut budget {
+                Some(budget) => budget.take(left, seq.computed),
+                None => self.room(&shape, seq.computed).min(left),
+            };
             if tokens > 0 {
                 shape = shape.with_chunk(tokens, seq.computed);
                 chunks.push((slot, tokens));
             }
-            let whole = tokens == seq.target - seq.computed;
+            let whole = tokens == left;
             self.seqs[slot as usize] = Some(seq);
             if !whole {
                 break;
@@ -711,19 +722,35 @@ impl Engine {
         }
     }
 
-    /// Prompt tokens that the step has room for, of a prompt with `computed` before them.
+    /// What of prompts the next step may take where the scheduler says so.
+    fn told_budget(&self) -> Option<StepBudget> {
+        if self.config.chunk != Chunk::Scheduler {
+            return None;
+        }
+        let limits = ChunkLimits {
+            told: self.chunk_tokens,
+            own: self.config.chunk_tokens,
+            idle: self.config.chunk_tokens,
+            pair_tokens: self.pair_tokens,
+        };
+        let running = self.load.decoding + self.load.prefilling;
+        let may_begin = self.load.waiting.min(self.config.max_batch.saturating_sub(running));
+        Some(StepBudget::new(
+            limits,
+            self.load.decoding,
+            self.load.prefilling + may_begin,
+        ))
+    }
+
+    /// Prompt tokens that the step has room for by the worker's own rule, of a prompt with `computed` before them.
     fn room(&self, shape: &Shape, computed: u32) -> u32 {
         match self.config.chunk {
             Chunk::Fixed(tokens) => tokens.saturating_sub(shape.decodes + shape.chunk_tokens),
-            Chunk::Scheduler => {
-                let begun = f64::from(shape.chunk_tokens) + self.pair_tokens * shape.chunk_pairs;
-                let weight = chunk_weight(self.chunk_tokens, 0, self.pair_tokens) - begun;
-                chunk_within(weight, computed, self.pair_tokens)
-            }
+            Chunk::Scheduler => 0,
             Chunk::Dynamic => {
                 let target_ms = STEP_SHARE * self.config.tpot_target_s * 1000.0 / self.config.slowdown;
                 let floor = CHUNK_FLOOR.saturating_sub(shape.chunk_tokens);
-                let most = CHUNK_MOST.saturating_sub(shape.chunk_tokens);
+                let most = self.config.chunk_tokens.saturating_sub(shape.chunk_tokens);
                 self.cost.chunk_tokens(shape, computed, target_ms, floor, most)
             }
         }
@@ -796,6 +823,7 @@ mod tests {
             slowdown: 1.0,
             max_batch: 256,
             chunk: Chunk::Dynamic,
+            chunk_tokens: CHUNK_MOST,
             tpot_target_s: 0.1,
             order: Order::Fcfs,
             shed: false,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
-use super::engine::{Chunk, EngineConfig, Order, HOST_BLOCK_MS};
+use super::engine::{Chunk, EngineConfig, Order, CHUNK_MOST, HOST_BLOCK_MS};
 use super::outcome::Outcome;
 use super::workload::Workload;
 use super::{Config, Fault, Group, OnProgress};
@@ -52,6 +52,8 @@ pub struct GroupSettings {
     pub slowdown: f64,
     /// Requests that may be started at once.
     pub max_batch: u32,
+    /// The most prompt tokens in a step, whoever sizes it.
+    pub chunk_tokens: u32,
     /// Blocks on the device; 0 = as many as the table says.
     pub kv_blocks: u32,
     /// Blocks of the host tier.
@@ -69,6 +71,7 @@ impl Default for GroupSettings {
             table: None,
             slowdown: 1.0,
             max_batch: 256,
+            chunk_tokens: CHUNK_MOST,
             kv_blocks: 0,
             host_blocks: 0,
             host_block_ms: HOST_BLOCK_MS,
@@ -90,8 +93,10 @@ pub struct Settings {
     pub order: String,
     /// `dynamic`, `scheduler`, or tokens of a step.
     pub chunk: String,
-    /// Scheduler and workers give up what can't be in time.
+    /// What can't be in time is given up by the scheduler.
     pub shed: bool,
+    /// And by the workers, before they begin it. Live ones do not.
+    pub worker_shed: bool,
     /// Arrivals come so many times as fast as in the workload.
     pub speed: f64,
     /// A turn of a conversation comes when the one before is answered.
@@ -121,6 +126,7 @@ impl Default for Settings {
             order: "edf".to_owned(),
             chunk: "dynamic".to_owned(),
             shed: true,
+            worker_shed: true,
             speed: 1.0,
             closed_loop: false,
             staleness_s: 0.0,
@@ -214,6 +220,9 @@ impl Settings {
         in_range("max_batch", "1 or above", f64::from(group.max_batch), |value| {
             value >= 1.0
         })?;
+        in_range("chunk_tokens", "1 or above", f64::from(group.chunk_tokens), |value| {
+            value >= 1.0
+        })?;
         let table = match &group.table {
             // Again by the checks for tables that are read.
             Some(table) => CostTable::parse(&serde_json::to_string(table)?)?,
@@ -248,9 +257,10 @@ impl Settings {
                 slowdown: group.slowdown,
                 max_batch: group.max_batch,
                 chunk,
+                chunk_tokens: group.chunk_tokens,
                 tpot_target_s: self.tpot_target_s,
                 order,
-                shed: self.shed,
+                shed: self.shed && self.worker_shed,
                 block_tokens: block_tokens.max(1),
                 kv_blocks: group.kv_blocks,
                 host_blocks: group.host_blocks,

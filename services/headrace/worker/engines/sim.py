@@ -1,5 +1,8 @@
 """The sim engine: no model; it waits what ``timing.py`` says and draws ids that follow from the prompt alone.
 
+A step that follows another without a pause begins where that one was to end, not where this process came to it: what
+composing, drawing and a busy machine take is not added to the engine's time, step for step.
+
 Batch, KV, prefix reuse, cancellation, deadlines and all else are the real thing (``loop.py``, ``composer.py``), so that
 the mesh around it meets what it would meet with a model. An id is a hash of the prompt, the choice's seed (when it
 isn't greedy) and its index: the same request gives the same ids on every worker, in every batch, and resumed in the
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
@@ -35,6 +39,10 @@ _KV_BYTES = 32
 
 def _kv_of(ids: Ids[int]) -> bytes:
     return hashlib.blake2b(b",".join(b"%d" % token for token in ids), digest_size=_KV_BYTES).digest()
+
+
+#: Who is later than that by the machine's fault does not catch up: it would look like a very fast engine.
+_CATCH_UP_S = 0.5
 
 
 def mix(value: int) -> int:
@@ -63,7 +71,8 @@ class _Stream:
 
 
 class SimBackend:
-    """See the module's text. ``wait`` returns early, with True, when it was broken off."""
+    """See the module's text. ``wait`` returns early, with True, when it was broken off. ``cost_table``: the name of the
+    timing's table, for whoever predicts."""
 
     def __init__(
         self,
@@ -74,7 +83,9 @@ class SimBackend:
         vocab_size: int = 32000,
         eos_ids: tuple[int, ...] = (0,),
         output_tokens: int = 0,
+        cost_table: str = "",
         wait: Callable[[float], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._timing = timing
@@ -86,6 +97,10 @@ class SimBackend:
         self.kv_block_bytes = _KV_BYTES
         #: What was last computed on each lane.
         self._texts: dict[int, list[int]] = {}
+        self._cost_table = cost_table
+        self._clock = clock
+        #: When the last step was to end.
+        self._ends_s = 0.0
         self._broken_off = threading.Event()
         self._wait = wait or self._broken_off.wait
 
@@ -104,6 +119,7 @@ class SimBackend:
             template_sha256=folder.template_sha256 if folder else "",
             vocab_size=self._vocab_size,
             eos_ids=self._eos_ids,
+            cost_table=self._cost_table,
             capabilities=types_pb2.Capabilities(
                 guided=["json_schema", "json_object", "regex", "grammar", "choice"],
                 logprobs=True,
@@ -131,8 +147,12 @@ class SimBackend:
         decoding = sum(len(sequence.ids) for sequence in step.decodes)
         chunks = [(chunk.count, chunk.start) for chunk in step.chunks]
         duration = self._timing.step(len(step.decodes), decoding, chunks)
-        if duration > 0 and self._wait(duration):
+        now = self._clock()
+        begins_s = max(self._ends_s, now - _CATCH_UP_S) if step.follows else now
+        self._ends_s = begins_s + duration
+        if self._ends_s > now and self._wait(self._ends_s - now):
             self._broken_off.clear()
+            self._ends_s = self._clock()
             raise Interrupted
         ids = [self._draw(sequence) for sequence in step.rows]
         drawn = Drawn(ids)
