@@ -37,6 +37,9 @@ OURS = "marginal_delay"
 #: As if there were no queue: whatever comes is sent to its worker at once.
 AT_ONCE = {"dispatch_ahead_s": 1e9, "queue_factor": 1e6}
 
+#: Workers as live ones are: chunks as the scheduler tells, and what is late is given up by the scheduler alone.
+AS_LIVE = {"chunk": "scheduler", "worker_shed": False}
+
 BASELINES = (
     "lmetric",
     "dynamo",
@@ -270,6 +273,12 @@ def placement(ev: Eval) -> Iterable[Row]:
         tier = trace != "trace_1000" and host_blocks > 0
         wanted = {"lmetric": 1.13, "dynamo": 1.25, "smg:8": 1.25} if trace != "trace_1000" else {"lmetric": 1.13}
         yield from compared(name, loads, swept, targets=tier, against=wanted)
+        if tier:
+            settings = {"groups": fleet(host_blocks=host_blocks), **AS_LIVE}
+            rows = sweep(ev, workload, (OURS,), loads, settings)[OURS]
+            at = crossing(loads, rows)
+            text = "  ".join(f"{load:g}: {pm(values)}" for load, values in zip(loads, rows, strict=True))
+            yield Row("E2 placement", f"{name}: ours, workers as live", f"knee {at:.2f}  {text}" if at else text, "")
         if trace == "conversation" and host_blocks:
             for load, target in ((1.3, 0.99), (1.7, 0.94), (2.0, 0.89)):
                 values = swept[OURS][loads.index(load)]
