@@ -195,7 +195,8 @@ impl ToolParser {
     pub fn finish(&mut self, text: &mut String) {
         let of_a_call = self.has_begun() || matches!(self.state, State::Behind);
         // White space between calls and after them is nobody's.
-        if !of_a_call && !(self.calls > 0 && self.held.trim().is_empty()) {
+        let is_nobodys = self.calls > 0 && self.held.trim().is_empty();
+        if !(of_a_call || is_nobodys) {
             text.push_str(&self.held);
         }
         self.held.clear();

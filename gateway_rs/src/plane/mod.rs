@@ -15,7 +15,6 @@ pub mod config;
 mod files;
 pub mod generation;
 pub mod grpc;
-mod half_closed;
 pub mod http;
 pub mod links;
 pub mod log;

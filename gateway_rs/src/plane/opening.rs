@@ -36,16 +36,11 @@ impl<S> Opening<S> {
         }
     }
 
-    /// The client has begun, and it speaks HTTP/2.
-    pub fn is_http2(&self) -> bool {
-        self.seen == PREFACE.len()
-    }
-
     fn take(&mut self, bytes: &[u8]) {
         let owed = &PREFACE[self.seen..];
-        let matching = owed.iter().zip(bytes).take_while(|(owed, byte)| owed == byte).count();
-        self.seen += matching;
-        if matching < bytes.len() || self.is_http2() {
+        let begun = bytes.len() >= owed.len() || !owed.starts_with(bytes);
+        self.seen += bytes.len().min(owed.len());
+        if begun {
             self.timer = None;
         }
     }

@@ -14,6 +14,7 @@ use hyper_util::{
         conn::auto,
         graceful::{GracefulShutdown, Watcher},
     },
+    service::TowerToHyperService,
 };
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::{
@@ -28,9 +29,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     compute::Compute,
     config::{AliasConfig, PlaneConfig},
-    generation, grpc,
-    half_closed::HalfClosed,
-    http, log,
+    generation, grpc, http, log,
     model::Model,
     opening::Opening,
     tls::{Entrance, Tls},
@@ -222,7 +221,6 @@ fn http_builder(plane: &Plane) -> auto::Builder<TokioExecutor> {
 /// The inner door: for this process's own work, until told to close.
 async fn serve_inner(plane: Arc<Plane>, listener: UnixListener, closing: CancellationToken) {
     let (routes, builder) = (http::inner_routes(plane.clone()), http_builder(&plane));
-    let header_timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
     let graceful = GracefulShutdown::new();
     loop {
         let stream = tokio::select! {
@@ -237,7 +235,6 @@ async fn serve_inner(plane: Arc<Plane>, listener: UnixListener, closing: Cancell
             },
         };
         let (routes, builder, watcher) = (routes.clone(), builder.clone(), graceful.watcher());
-        let stream = Opening::new(stream, header_timeout);
         tokio::spawn(async move { serve_connection(stream, &builder, routes, watcher).await });
     }
     tokio::select! {
@@ -287,15 +284,11 @@ async fn serve_http(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tl
     }
 }
 
-async fn serve_connection<S>(
-    stream: Opening<S>,
-    builder: &auto::Builder<TokioExecutor>,
-    routes: Router,
-    watcher: Watcher,
-) where
+async fn serve_connection<S>(stream: S, builder: &auto::Builder<TokioExecutor>, routes: Router, watcher: Watcher)
+where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let (stream, service) = HalfClosed::new(stream, routes);
+    let service = TowerToHyperService::new(routes);
     let connection = builder.serve_connection(TokioIo::new(stream), service).into_owned();
     // A client's broken connection is its own affair.
     let _ = watcher.watch(connection).await;
