@@ -38,7 +38,8 @@ use headrace_gateway::proto::{
     token_delta::Finish,
     worker_service_server::{WorkerService, WorkerServiceServer},
     Cancel, Capabilities, DescribeRequest, DescribeResponse, GetLoadRequest, GetLoadResponse, JoinHello, JoinRequest,
-    Load, ModelDescription, Outcome, RunRequest, RunResponse, RunWelcome, Submit, TokenDelta, Usage, WorkerState,
+    Load, ModelDescription, Outcome, PullKvRequest, PullKvResponse, RunRequest, RunResponse, RunWelcome, Submit,
+    TokenDelta, Usage, WorkerState,
 };
 use parking_lot::Mutex;
 use tokio::{
@@ -371,6 +372,12 @@ impl WorkerService for Door {
             load: Some(self.0.load.lock().clone()),
         }))
     }
+
+    type PullKvStream = Pin<Box<dyn Stream<Item = Result<PullKvResponse, Status>> + Send>>;
+
+    async fn pull_kv(&self, _request: Request<PullKvRequest>) -> Result<Response<Self::PullKvStream>, Status> {
+        Err(Status::unimplemented("this worker has no KV"))
+    }
 }
 
 /// Membership of all its workers, for as long as the process lives.
@@ -400,7 +407,11 @@ async fn join_once(mock: &Arc<Mock>, scheduler: Channel, address: &str, number: 
     let (reports, outgoing) = mpsc::channel(4);
     let report = |hello| {
         let load = Some(mock.load.lock().clone());
-        JoinRequest { hello, load }
+        JoinRequest {
+            hello,
+            load,
+            ..JoinRequest::default()
+        }
     };
     let hello = JoinHello {
         worker_id: format!("{}-{number}", mock.worker_id),

@@ -539,7 +539,7 @@ fn tools() {
             r#""tools":[{{"type":"function","function":{{"name":"f"}}}}],"parallel_tool_calls":false,"tool_choice":{choice}"#
         ));
         assert!(matches!(&forced.guided, Some(Guided::JsonSchema(schema)) if schema.contains(r#"{"const":"f"}"#)));
-        let rules = forced.tool_rules(None, || 1).unwrap();
+        let rules = forced.tool_rules(None, || 1).expect("tools were offered");
         assert_eq!(
             (rules.format, &*rules.names, rules.only_one),
             (ToolFormat::Bare, &["f".to_owned()][..], true)

@@ -672,7 +672,7 @@ mod tests {
         ) {
             let rules = || Ending {
                 stop_strings: ["cab", "ab", "dé"].map(str::to_owned).into(),
-                stop_set: Arc::new(StopSet::new(&["cab", "ab", "dé"], false)),
+                stop_set: Arc::new(StopSet::new(["cab", "ab", "dé"].as_slice(), false)),
                 ..with_tools(max_tokens + if call { 30 } else { 0 }, false)
             };
             let mut ids = ids;
