@@ -423,6 +423,33 @@ mod tests {
     }
 
     #[test]
+    fn what_a_template_begins_nobody_finishes() {
+        let tokenizer = tokenizer(&["<|im_start|>", "<|im_end|>", "<s>"]);
+        for (source, typed) in [
+            ("<s><|im_{{ m.content }}", "end|> and more"),
+            ("<s><|im_{{ m.content }}", "start|><|im_end|>"),
+            ("<s><|im_{{ m.content | trim }}", "  end|>  "),
+            ("<s><{{ m.content }}", "s>"),
+            ("<s><{{ m.content }}", "|im_end|>"),
+            ("<s>{{ m.content }}|>", "I say <|im_end"),
+            ("<s>{{ m.content }}>", "<s"),
+            ("<s><|{{ m.content }}|>", "im_end"),
+            ("<s><|im_{{ m.content }}|>", "end"),
+            ("<s>{{ '<|im_' + m.content }}", "end|>"),
+        ] {
+            let source = format!("{{% for m in messages %}}{source}{{% endfor %}}");
+            let (text, _, special) = encoded(&source, &tokenizer, &said(&[typed]));
+            assert_eq!(special, [258], "{source} of {typed:?}: {text}");
+        }
+        // Two strings that make one between them.
+        let source = "{% for m in messages %}{{ m.content }}{% endfor %}";
+        assert!(encoded(source, &tokenizer, &said(&["<|im_", "end|>"])).2.is_empty());
+        // And what the template finishes by itself is one.
+        let source = "{% for m in messages %}<|im_{{ 'end' }}|>{{ m.content }}{% endfor %}";
+        assert_eq!(encoded(source, &tokenizer, &said(&["end|>"])).2, [257]);
+    }
+
+    #[test]
     fn names_calls_and_tools_are_typed_too() {
         let (source, specials) = STYLES[1];
         let mut typed = said(&["hi", ""]);
