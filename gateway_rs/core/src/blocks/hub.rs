@@ -14,7 +14,7 @@ use std::{
 
 use ahash::HashMap;
 
-use super::{take_in, Blocks, Event, News, Snapshot, Want};
+use super::{take_in, Blocks, Event, News, Snapshot, Want, NOT_IN_STEP};
 use crate::index::{Limits, Overlap};
 
 /// A stream of a worker or a watcher; never used again.
@@ -282,7 +282,8 @@ impl Hub {
     /// A watcher has lost track of an instance.
     pub fn lost_track(&mut self, link: Link, id: &Arc<str>) {
         if let Some(watcher) = self.watchers.get_mut(&link) {
-            watcher.cursors.remove(id);
+            // It still knows of it, and must hear when it is gone.
+            watcher.cursors.insert(id.clone(), NOT_IN_STEP);
             watcher.owed.insert(id.clone());
         }
     }

@@ -20,6 +20,9 @@ use crate::index::{Limits, PrefixIndex, WorkerId, NO_BLOCK};
 /// Blocks that are taken in at once while others wait to look.
 pub const PART: usize = 1024;
 
+/// The next event of an instance that a follower knows and of which it needs all anew.
+pub const NOT_IN_STEP: u64 = u64::MAX;
+
 /// What happened to a worker's blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
@@ -172,10 +175,10 @@ impl Blocks {
         self.instances.get(instance_id).is_some_and(|instance| instance.fed)
     }
 
-    /// What is known of each instance: the next event's number.
+    /// What is known of each instance: the next event's number, or [`NOT_IN_STEP`].
     pub fn known(&self) -> impl Iterator<Item = (&Arc<str>, u64)> {
         let fed = self.instances.iter().filter(|(_, instance)| instance.fed);
-        fed.filter_map(|(name, instance)| Some((name, instance.next_sequence?)))
+        fed.map(|(name, instance)| (name, instance.next_sequence.unwrap_or(NOT_IN_STEP)))
     }
 
     /// The instance of that number.
