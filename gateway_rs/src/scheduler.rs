@@ -17,7 +17,7 @@ use headrace_core::place::Why;
 use headrace_core::scheduler::{
     actions::{Action, Grant, Reason, Refusal},
     events::{
-        Ask, Books as LeaseBooks, Capabilities, Class, Description, Event, Link, Load, Outcome, RunningLease,
+        Ask, Books as LeaseBooks, Capabilities, Class, Description, Event, Link, Load, Outcome, Role, RunningLease,
         StepReport, WorkerHello, WorkerState,
     },
     pool::PoolView,
@@ -658,7 +658,7 @@ impl<'a> Step<'a> {
                     block_tokens: worker.hello.description.block_tokens,
                 }),
                 gone: false,
-                ask_from_tokens: 0,
+                ask_from_tokens: outlook.ask_from_tokens,
             },
         );
     }
@@ -767,8 +767,15 @@ impl<'a> Step<'a> {
             token_allowance: grant.token_allowance,
             queue_s: grant.queue_s as f32,
             reason: Some(grant.why.into()),
-            prefill: None,
             pool: grant.pool.to_string(),
+            prefill: grant.prefill.as_ref().map(|prefill| proto::grant::Prefill {
+                lease: prefill.lease,
+                worker_id: prefill.worker_id.to_string(),
+                instance_id: prefill.instance_id.to_string(),
+                address: prefill.address.to_string(),
+                kv_state_tag: prefill.kv_state_tag.to_string(),
+                reason: Some(prefill.why.into()),
+            }),
         };
         self.answer(link, ask, proto::placement::Answer::Grant(answer));
     }
@@ -875,6 +882,7 @@ fn core_ask(now_s: f64, ask: proto::place_request::Ask) -> Ask {
         booking: ask.booking,
         alias: ask.alias.into(),
         committed_tokens: ask.committed_tokens,
+        may_part: ask.may_part,
     }
 }
 
@@ -908,7 +916,14 @@ fn books(release: &proto::Release) -> LeaseBooks {
 }
 
 fn worker_hello(hello: proto::JoinHello) -> WorkerHello {
+    let role = match hello.role() {
+        proto::WorkerRole::Prefill => Role::Prefill,
+        proto::WorkerRole::Decode => Role::Decode,
+        proto::WorkerRole::Unspecified => Role::Both,
+    };
     WorkerHello {
+        role,
+        kv_token_bytes: hello.kv_token_bytes,
         worker_id: hello.worker_id.into(),
         instance_id: hello.instance_id.into(),
         pool: hello.pool.into(),
@@ -966,6 +981,8 @@ fn core_load(load: &proto::Load, steps: &[proto::StepReport]) -> Load {
         slots: load.slots,
         iteration: load.iteration,
         steps: steps.iter().map(step_report).collect(),
+        kv_received_bytes: load.kv_received_bytes_total,
+        kv_receive_s: load.kv_receive_s_total,
     }
 }
 

@@ -258,6 +258,17 @@ class SchedulerConfig:
     prefill_share: float = setting(
         0.0, "prefill that a pool is given, as a share of its workers' time; 0 = no limit", minimum=0.0, maximum=1.0
     )
+    disaggregation: str = setting(
+        "auto",
+        "compute prompts on prefill workers and answer on others: auto = where that delays least, always, off",
+        choices=("auto", "always", "off"),
+    )
+    disaggregation_min_tokens: int = setting(
+        # Below it a hand-off's own messages and waits outweigh what it saves.
+        1024,
+        "prompt tokens to be computed from which that is weighed",
+        minimum=1,
+    )
     fair_quantum_tokens: int = setting(
         # A few requests: less follows the shares more closely, more follows deadlines more closely.
         16384,
@@ -353,7 +364,7 @@ class WorkerConfig:
         maximum=1 << 20,
     )
     role: str = setting(
-        # What it is for, not what it can.
+        # What it is for, not what it can: see `scheduler.disaggregation`.
         "both",
         "what it is for: prefill = computes prompts for others, decode = answers, both",
         choices=("both", "prefill", "decode"),

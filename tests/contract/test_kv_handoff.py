@@ -9,15 +9,19 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from tests.contract.test_engines import llama_cpp, sim
 from tests.contract.test_worker_rpc import CANCELLED, FAST, LENGTH, REJECTED, Answer, Router, Worker, a_worker, submit
+from tests.support.certificates import Authority
 from tests.support.engines import Bench
 from tests.support.waiting import eventually
 
+from headrace.serving import channel
+from headrace.tls import load
 from headrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from headrace.worker import transfer
 from headrace.worker.engine import Handoff, Request, Stopping
@@ -368,6 +372,32 @@ async def test_a_proceed_that_nobody_waits_for_is_no_matter() -> None:
         await proceed(router, 1, [1])
         await proceed(router, 99, [1])
         assert len((await router.ended(1)).ids) == 4
+
+
+# --- over TLS --------------------------------------------------------------------------------------------------------
+
+
+async def test_kv_goes_over_mutual_tls_and_to_no_stranger(tmp_path: Path) -> None:
+    authority = Authority()
+    certificates = load(authority.issue(tmp_path / "mesh").config())
+    stranger = load(Authority().issue(tmp_path / "stranger").config())
+    async with a_worker(tls=certificates) as one, a_worker(tls=certificates) as other:
+        expected = await whole(one)
+        first, second = one.router(), other.router()
+        await second.send(submit(7, PROMPT, handoff=fetch(one)))
+        await first.send(submit(3, PROMPT, handoff=produce()))
+        beginning = await first.ended(3)
+        second.answers[7, 0] = Answer(ids=list(beginning.ids))
+        await proceed(second, 7, beginning.ids)
+        assert (await second.ended(7)).ids == expected.ids
+        assert (await other.load()).kv_received_bytes_total == 32 * BLOCKS
+        await first.send(submit(4, PROMPT, handoff=produce("r2", keep_ms=30_000)))
+        await first.ended(4)
+        for link in (channel(one.server.address), channel(one.server.address, stranger)):
+            async with link:
+                pull = Pull(dataclasses.replace(one, channel=link), "r2")
+                assert await pull.read() == grpc.StatusCode.UNAVAILABLE
+        assert one.service._handoffs.bytes == 32 * BLOCKS
 
 
 # --- engines alone ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tests.support.waiting import eventually
 from headrace import serving, tracing
 from headrace.config import TelemetryConfig, WorkerConfig
 from headrace.serving import Service
+from headrace.tls import Tls
 from headrace.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -153,7 +154,7 @@ class Worker:
 
 
 @asynccontextmanager
-async def a_worker(timing: Timing = FAST, **settings: Any) -> AsyncIterator[Worker]:
+async def a_worker(timing: Timing = FAST, tls: Tls | None = None, **settings: Any) -> AsyncIterator[Worker]:
     config = WorkerConfig(worker_id="w", **({"slots": 4, "max_waiting": 64} | settings))
     limits = Limits(
         slots=config.slots,
@@ -165,16 +166,16 @@ async def a_worker(timing: Timing = FAST, **settings: Any) -> AsyncIterator[Work
         max_waiting=config.max_waiting,
     )
     backend = SimBackend(limits, timing, vocab_size=1000, eos_ids=(900, 901))
-    server = Service("worker", "127.0.0.1:0")
+    server = Service("worker", "127.0.0.1:0", tls=tls)
 
     def names(ids: list[int], lora: str, salt: bytes) -> list[int]:
         return [hash((tuple(ids[: 4 * n]), salt)) & (2**64 - 1) for n in range(1, len(ids) // 4 + 1)]
 
-    service = WorkerService(config, BatchLoop(backend, hash_blocks=names), server.registry)
+    service = WorkerService(config, BatchLoop(backend, hash_blocks=names), server.registry, tls=tls)
     server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service, FULL_NAME)
     await server.start()
     await service.start("toy")
-    async with serving.channel(server.address) as channel:
+    async with serving.channel(server.address, tls) as channel:
         try:
             yield Worker(service, server, channel, backend)
         finally:

@@ -5,6 +5,9 @@ a journal of what it was asked and what it sent. A `Bench` holds what the worker
 to be played and the journal. In front of each worker stands a `Door`, a TCP relay that can break every connection
 without a word, as the death of a process does.
 
+Of a request whose prompt another worker computes (`KvHandoff`), the script waits until the router says how its answer
+begins, and plays what follows; no KV moves here.
+
 A script's steps are separated by `;`, and the ids of one step travel in one frame:
 
     'ab'          ids 97 and 98 (UTF-8 bytes; `\\n`, `\\t`, `\\'` and `\\\\` are escapes)
@@ -170,6 +173,8 @@ class Entry:
     arrived_s: float
     choices: list[ChoiceEntry]
     cached_prompt_tokens: int = 0
+    #: How its answer begins, as the router said; only where another worker computes its prompt.
+    proceeded: asyncio.Future[list[int]] | None = None
     _steps: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
     @property
@@ -192,6 +197,16 @@ class Entry:
     @property
     def traceparent(self) -> str:
         return self.submit.trace.traceparent
+
+    @property
+    def half(self) -> str:
+        """Of a hand-off: "produce", "fetch", or none."""
+        return self.submit.handoff.WhichOneof("role") or ""
+
+    @property
+    def begun(self) -> int:
+        """Ids of its answer that are another worker's."""
+        return len(self.proceeded.result()) if self.proceeded is not None and self.proceeded.done() else 0
 
     @property
     def sent(self) -> list[int]:
@@ -225,6 +240,7 @@ class Bench:
         self.journal: list[Entry] = []
         self._queued: deque[Part] = deque()
         self._by_prompt: dict[str, deque[Part]] = {}
+        self._by_half: dict[str, deque[Part]] = {}
         self._written = asyncio.Condition()
 
     def play(self, *scripts: str, **how: object) -> None:
@@ -235,8 +251,14 @@ class Bench:
         """As `play`, for the next request with exactly that prompt."""
         self._by_prompt.setdefault(prompt, deque()).append(_part(scripts, how))
 
-    def take(self, prompt: str) -> Part:
+    def play_half(self, half: str, *scripts: str, **how: object) -> None:
+        """As `play`, for the next request that is that half of a hand-off ("produce", "fetch")."""
+        self._by_half.setdefault(half, deque()).append(_part(scripts, how))
+
+    def take(self, prompt: str, half: str = "") -> Part:
         """The part for a request; a short answer when nothing was queued."""
+        if halves := self._by_half.get(half):
+            return halves.popleft()
         if named := self._by_prompt.get(prompt):
             return named.popleft()
         return self._queued.popleft() if self._queued else Part(("'ok'; END",))
@@ -245,6 +267,7 @@ class Bench:
         """Forgets what is still to be played."""
         self._queued.clear()
         self._by_prompt.clear()
+        self._by_half.clear()
 
     async def write(self, entry: Entry) -> None:
         async with self._written:
@@ -384,9 +407,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         slots: int = 1,
         heartbeats: bool = True,
         tls: Tls | None = None,
+        role: worker_pb2.WorkerRole = worker_pb2.WORKER_ROLE_UNSPECIFIED,
     ) -> None:
         self.model = model
         self.tls = tls
+        self.role = role
         self.bench = bench or Bench()
         self.worker_id = worker_id or f"scripted-{uuid.uuid4().hex[:8]}"
         self.instance_id = uuid.uuid4().hex
@@ -574,7 +599,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 guided=["json_schema", "json_object", "regex", "grammar", "choice"],
                 logprobs=True,
                 prompt_logprobs=True,
+                kv_handoff=True,
             ),
+            kv_state_tag="scripted",
         )
 
     def load(self) -> worker_pb2.Load:
@@ -608,15 +635,23 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         for cancel in message.cancels:
             choice = cancel.choice if cancel.HasField("choice") else None
             self._cancel(link, cancel.request, cancel.epoch, choice, cancel.reason)
+        for proceed in message.proceeds:
+            for entry in reversed(self.journal):
+                if (entry.submit.request, entry.submit.epoch) == (proceed.request, proceed.epoch):
+                    assert entry.proceeded is not None
+                    entry.proceeded.set_result(list(proceed.ids))
+                    break
 
     async def _begin(self, link: _Link, submit: worker_pb2.Submit) -> None:
         n = max(1, len(submit.sampling.seeds))
         kept = worker_pb2.Submit()
         kept.CopyFrom(submit)
         text = bytes(token_id for token_id in submit.prompt_ids if token_id < 256).decode("utf-8", "replace")
-        part = self.bench.take(text)
+        part = self.bench.take(text, submit.handoff.WhichOneof("role") or "")
         now_s = asyncio.get_running_loop().time()
         entry = Entry(self, kept, part, now_s, [ChoiceEntry() for _ in range(n)], self._reuse(submit))
+        if submit.handoff.HasField("fetch"):
+            entry.proceeded = asyncio.get_running_loop().create_future()
         running = link.running[submit.request, submit.epoch] = {}
         for index, choice in enumerate(entry.choices):
             script = part.scripts[index] if len(part.scripts) > 1 else part.scripts[0]
@@ -642,6 +677,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         number = next(self._numbers)
         outcome, error = types_pb2.OUTCOME_CANCELLED, None
         try:
+            if entry.proceeded is not None:
+                await asyncio.shield(entry.proceeded)
             async with self._slot(number):
                 outcome, error = await self._steps(link, entry, index, steps)
         except asyncio.CancelledError:
@@ -712,7 +749,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             request=entry.submit.request,
             epoch=entry.submit.epoch,
             choice=index,
-            first_index=len(choice.sent) + self.index_shift,
+            first_index=len(choice.sent) + self.index_shift + entry.begun,
             ids=ids,
         )
         if not entry.sent:
@@ -737,7 +774,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         if told is None:
             finish.usage.prompt_tokens = len(entry.submit.prompt_ids)
             finish.usage.cached_prompt_tokens = entry.cached_prompt_tokens
-            finish.usage.completion_tokens = len(entry.sent)
+            finish.usage.completion_tokens = len(entry.sent) + entry.begun
         elif isinstance(told, int):
             finish.usage.prompt_tokens = told
             finish.usage.completion_tokens = told
@@ -745,7 +782,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             request=entry.submit.request,
             epoch=entry.submit.epoch,
             choice=index,
-            first_index=len(choice.sent),
+            first_index=len(choice.sent) + entry.begun,
             finish=finish,
         )
         if not entry.sent:
@@ -789,6 +826,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 address=self.address,
                 description=self.description(),
                 startup_s=0.1,
+                role=self.role,
             ),
             load=self.load(),
         )

@@ -114,7 +114,10 @@ class SchedulerTap:
         with self._lock:
             for placement in response.placements:
                 if placement.HasField("grant"):
-                    self.books.grants[placement.grant.lease] = (placement.grant, self.books.asks.get(placement.ask))
+                    grant, ask = placement.grant, self.books.asks.get(placement.ask)
+                    self.books.grants[grant.lease] = (grant, ask)
+                    if grant.HasField("prefill"):
+                        self.books.grants[grant.prefill.lease] = (grant, ask)
                 elif placement.HasField("queued"):
                     self.books.queued[placement.ask] = placement.queued
 

@@ -27,10 +27,11 @@ use super::{
     answer::{prompt_entries, Answer, Ending, Entry, Finish, Sink},
     booking::Booking,
     config::Escalate,
+    legs::{Legs, Prefill},
     links::{
         cache::{Found, Lead},
-        scheduler::{left_ms, spent_ms},
-        worker::{Run, RunEnd},
+        scheduler::{left_ms, spent_ms, Granted, Lease},
+        worker::RunEnd,
     },
     metrics::LookupLabels,
     model::Model,
@@ -44,7 +45,12 @@ use super::{
 use crate::{
     blocks,
     error::{ApiError, ErrorCode},
-    proto::{self, place_request::Ask, Outcome, Submit, TokenDelta, TraceContext},
+    proto::{
+        self,
+        kv_handoff::{Fetch, Produce, Role},
+        place_request::Ask,
+        KvHandoff, Outcome, Submit, TokenDelta, TraceContext,
+    },
     request::{Class, Door, Guided, Prompt, Request},
     stops::StopSet,
     tools::CallPart,
@@ -52,6 +58,9 @@ use crate::{
 
 /// So long a stored answer is waited for when no variant can answer.
 const RECALL: Duration = Duration::from_millis(500);
+
+/// So long KV is kept for the worker that answers, at most; it has begun to fetch it long before.
+const HANDOFF_KEEP: Duration = Duration::from_secs(30);
 
 /// A client that leaves so shortly before its deadline has met it.
 const CLIENT_AHEAD: Duration = Duration::from_millis(50);
@@ -231,14 +240,14 @@ struct Part {
 
 enum State {
     Opening(Pin<Box<dyn Future<Output = Result<Opened, ApiError>> + Send>>),
-    Running(Run),
+    Running(Legs),
     Over,
 }
 
 enum Opened {
     Replay(proto::Answer, Origin),
     Run {
-        run: Run,
+        run: Legs,
         span: Span,
         lead: Option<Lead>,
         pool: String,
@@ -574,10 +583,15 @@ impl Generation {
             }
             let (mut longest, mut failed) = (Duration::ZERO, None);
             for part in &mut self.parts {
-                let State::Running(run) = &part.state else { continue };
+                let State::Running(run) = &mut part.state else {
+                    continue;
+                };
                 let silence = run.silence();
                 if silence < stall {
                     longest = longest.max(silence);
+                    continue;
+                }
+                if run.go_on_alone() {
                     continue;
                 }
                 let reason = format!("the worker has been silent for {:.1} s", silence.as_secs_f64());
@@ -960,8 +974,17 @@ impl Part {
             booking: self.booking.as_ref().map_or(0, Booking::id),
             alias: self.shared.asked_for().to_owned(),
             committed_tokens: committed,
+            may_part: self.may_part(),
             ..Ask::default()
         }
+    }
+
+    /// Whether its prompt may be computed on another worker: what must be done whole in one place may not, nor what a
+    /// grammar guides, whose position is the worker's.
+    fn may_part(&self) -> bool {
+        let request = &self.shared.request;
+        let whole = request.bypass_prefix_cache || (request.echo && request.logprobs.is_some());
+        request.sampling.n == 1 && request.guided.is_none() && !whole && self.committed().is_empty()
     }
 
     fn poll(
@@ -1434,14 +1457,16 @@ impl Attempt {
         self.ask.trace = trace(&span);
         let must_ask = self.shared.tenant.limited && !self.shared.is_shadow;
         let (arrived, deadline) = (self.shared.arrived, self.shared.deadline);
-        let placing = self.plane.scheduler.place(self.ask, arrived, deadline, must_ask);
+        let ask = std::mem::take(&mut self.ask);
+        let placing = self.plane.scheduler.place(ask, arrived, deadline, must_ask);
         let placed = match self.patience {
             None => placing.await,
             Some(patience) => tokio::time::timeout(patience, placing)
                 .await
                 .unwrap_or_else(|_| Err(waited(patience))),
         };
-        let (grant, lease) = placed.inspect_err(|error| span.fail(error.openai_code().to_owned()))?;
+        let Granted { grant, lease, prefill } =
+            placed.inspect_err(|error| span.fail(error.openai_code().to_owned()))?;
         span.set("headrace.worker", grant.worker_id.clone());
         span.set("headrace.queue_s", f64::from(grant.queue_s));
         if let Some(reason) = &grant.reason {
@@ -1477,8 +1502,12 @@ impl Attempt {
         self.submit.time_left_ms = left_ms(self.shared.deadline);
         self.submit.spent_ms = spent_ms(self.shared.arrived);
         self.submit.trace = trace(&span);
+        let prefill = grant
+            .prefill
+            .zip(prefill)
+            .map(|(where_, lease)| self.prefill(where_, lease));
         let link = self.plane.workers.link(&grant.instance_id, &grant.address);
-        let run = link.submit(self.submit, Some(lease));
+        let run = Legs::new(link.submit(self.submit, Some(lease)), prefill);
         Ok(Opened::Run {
             run,
             span,
@@ -1487,6 +1516,34 @@ impl Attempt {
             queue_s,
             allowance,
         })
+    }
+
+    /// Has the prompt computed at another worker, and the one that answers told where its KV is to be had.
+    fn prefill(&mut self, at: proto::grant::Prefill, lease: Lease) -> Prefill {
+        let mut span = self.parent.child("prefill", SpanKind::Client);
+        span.set("headrace.worker", at.worker_id);
+        let reference = format!("{:032x}", rand::random::<u128>());
+        let submit = Submit {
+            lease: at.lease,
+            trace: trace(&span),
+            handoff: handoff(Role::Produce(Produce {
+                keep_ms: HANDOFF_KEEP.as_millis() as u32,
+                reference: reference.clone(),
+            })),
+            ..self.submit.clone()
+        };
+        self.submit.handoff = handoff(Role::Fetch(Fetch {
+            worker_address: at.address.clone(),
+            reference,
+            kv_state_tag: at.kv_state_tag,
+        }));
+        let run = self
+            .plane
+            .workers
+            .link(&at.instance_id, &at.address)
+            .submit(submit, Some(lease));
+        self.plane.metrics.handoffs.inc();
+        Prefill::new(run, span, self.plane.metrics.handoffs_lost.clone())
     }
 
     async fn look_up(&self) -> Found {
@@ -1504,6 +1561,10 @@ impl Attempt {
         self.plane.metrics.lookups.get_or_create(&LookupLabels { result }).inc();
         found
     }
+}
+
+fn handoff(role: Role) -> Option<KvHandoff> {
+    Some(KvHandoff { role: Some(role) })
 }
 
 fn trace(span: &Span) -> Option<TraceContext> {

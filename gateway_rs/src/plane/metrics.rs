@@ -106,6 +106,10 @@ pub struct Metrics {
     pub threshold: Family<VariantLabels, Real>,
     pub attempts: Counter<u64, AtomicU64>,
     pub resumes: Counter,
+    /// See where they are registered.
+    pub handoffs: Counter,
+    /// See where they are registered.
+    pub handoffs_lost: Counter,
     pub leases: Gauge,
     pub worker_links: Gauge,
     pub ttft_s: Family<ModelLabel, Histogram>,
@@ -133,6 +137,8 @@ impl Default for Metrics {
             threshold: Family::default(),
             attempts: Counter::default(),
             resumes: Counter::default(),
+            handoffs: Counter::default(),
+            handoffs_lost: Counter::default(),
             leases: Gauge::default(),
             worker_links: Gauge::default(),
             ttft_s: Family::new_with_constructor(|| Histogram::new(TTFT_S)),
@@ -156,6 +162,8 @@ impl Default for Metrics {
             threshold,
             attempts,
             resumes,
+            handoffs,
+            handoffs_lost,
             leases,
             worker_links,
             ttft_s,
@@ -222,6 +230,16 @@ impl Default for Metrics {
             attempts.clone(),
         );
         registry.register("resumes", "Answers that went on at another worker", resumes.clone());
+        registry.register(
+            "handoffs",
+            "Prompts given to another worker than the one that answers",
+            handoffs.clone(),
+        );
+        registry.register(
+            "handoffs_lost",
+            "Of these, those that it did not compute: the one that answers did",
+            handoffs_lost.clone(),
+        );
         registry.register("leases", "Leases held now", leases.clone());
         registry.register("worker_links", "Open streams to workers", worker_links.clone());
         registry.register(

@@ -16,6 +16,7 @@ mod files;
 pub mod generation;
 pub mod grpc;
 pub mod http;
+pub mod legs;
 pub mod links;
 pub mod log;
 pub mod metrics;

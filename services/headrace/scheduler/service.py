@@ -204,6 +204,8 @@ class SchedulerService:
             "preempt": config.preempt,
             "chunk_tokens": (config.min_chunk_tokens, config.max_chunk_tokens),
             "prefill_share": config.prefill_share,
+            "disaggregation": config.disaggregation,
+            "disaggregation_min_tokens": config.disaggregation_min_tokens,
             "fair_quantum_tokens": config.fair_quantum_tokens,
             "tenant_weights": tenant_weights(config.tenant_weights),
         }

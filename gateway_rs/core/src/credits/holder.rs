@@ -31,6 +31,17 @@ pub struct Outlook {
     /// With more work than this waiting there, a prompt has to be asked for: it would not begin at once, and whose turn it
     /// is then is the scheduler's to say. None = no limit.
     pub ahead_ms: Option<f64>,
+    /// Requests that may part, with so many prompt tokens to compute there, have to be asked for; 0 = none.
+    pub ask_from_tokens: u32,
+}
+
+/// What placing a request asks of its prompt.
+#[derive(Clone, Copy, Debug)]
+pub struct Prompt {
+    /// Its length.
+    pub tokens: u32,
+    /// It may be better computed on a worker for prompts, of which there are no shares: then it is the scheduler's to say.
+    pub may_part: bool,
 }
 
 /// All that one router holds.
@@ -122,12 +133,13 @@ impl Holder {
     pub fn place(
         &mut self,
         pool: &str,
-        prompt_tokens: u32,
+        prompt: Prompt,
         room: Room,
         hits: &BTreeMap<Link, u32>,
         avoid: &BTreeSet<Link>,
         rng: &mut dyn RngCore,
     ) -> Option<Taken> {
+        let prompt_tokens = prompt.tokens;
         let open = self.pools.get_mut(pool)?;
         let drawn: BTreeSet<usize> = if open.open.len() <= CANDIDATES {
             (0..open.open.len()).collect()
@@ -166,8 +178,10 @@ impl Holder {
         let chosen = open.placer.choose(&request, &candidates, rng)?;
         let (worker, candidate) = (workers[chosen], &candidates[chosen]);
         let held = self.workers.get_mut(&worker)?;
+        let ask_from = held.outlook.ask_from_tokens;
+        let parts = prompt.may_part && ask_from > 0 && prompt_tokens - candidate.hit_tokens >= ask_from;
         let pending_ms = held.outlook.pending_prefill_ms;
-        if held.outlook.ahead_ms.is_some_and(|ahead_ms| pending_ms > ahead_ms) {
+        if parts || held.outlook.ahead_ms.is_some_and(|ahead_ms| pending_ms > ahead_ms) {
             return None;
         }
         held.used = held.used.plus(room);

@@ -20,7 +20,7 @@ mod ledger;
 mod tests;
 
 pub use self::{
-    holder::{Holder, Outlook, Taken},
+    holder::{Holder, Outlook, Prompt, Taken},
     ledger::{Ledger, Share},
 };
 

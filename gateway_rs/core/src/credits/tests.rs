@@ -22,6 +22,13 @@ enum Said {
     Knows(u64),
 }
 
+fn whole(tokens: u32) -> Prompt {
+    Prompt {
+        tokens,
+        may_part: false,
+    }
+}
+
 #[derive(Default)]
 struct Router {
     holder: Holder,
@@ -118,10 +125,14 @@ impl World {
         let (router, room, lease) = (self.any_router(), self.any_room(), self.next);
         self.next += 1;
         let (pool, own) = (self.pool.clone(), self.routers.get_mut(&router).expect("it is there"));
-        if let Some(taken) = own
-            .holder
-            .place(&pool, 10, room, &BTreeMap::new(), &BTreeSet::new(), &mut self.dice)
-        {
+        if let Some(taken) = own.holder.place(
+            &pool,
+            whole(10),
+            room,
+            &BTreeMap::new(),
+            &BTreeSet::new(),
+            &mut self.dice,
+        ) {
             self.placed_by_credit += 1;
             own.outgoing.push_back(Said::Placed(lease, taken.worker, room));
             own.running.insert(lease, taken);
@@ -358,7 +369,7 @@ fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
     }
     let hits = BTreeMap::from([(42, 3000)]);
     let mut place = |holder: &mut Holder| {
-        let taken = holder.place("p", 3200, room, &hits, &BTreeSet::new(), &mut dice);
+        let taken = holder.place("p", whole(3200), room, &hits, &BTreeSet::new(), &mut dice);
         taken.expect("room")
     };
     // Whatever is drawn, the holder is looked at; and who has given back what it took is as idle as before.
@@ -394,7 +405,7 @@ fn what_would_wait_behind_others_is_asked_for() {
     holder.receive(1, 1, &Arc::from("p"), limit, outlook);
     let mut place = |holder: &mut Holder| {
         let (hits, avoid) = (BTreeMap::new(), BTreeSet::new());
-        holder.place("p", 80, room, &hits, &avoid, &mut dice).is_some()
+        holder.place("p", whole(80), room, &hits, &avoid, &mut dice).is_some()
     };
     // Its own placements count: the third would begin after 160 ms.
     assert_eq!(

@@ -151,6 +151,27 @@ pub struct Grant {
     pub why: Why,
     /// Tokens over all choices; 0 = no limit of its own.
     pub token_allowance: u32,
+    /// Where its prompt is to be computed, when that is another worker.
+    pub prefill: Option<Prefill>,
+}
+
+/// A prompt may be computed there for a worker that answers, under a lease of its own, until the first token.
+#[derive(Clone, Debug)]
+pub struct Prefill {
+    /// The right to do so.
+    pub lease: LeaseId,
+    /// The worker's stream.
+    pub worker: Link,
+    /// Its name.
+    pub worker_id: Arc<str>,
+    /// Its start.
+    pub instance_id: Arc<str>,
+    /// host:port of its WorkerService.
+    pub address: Arc<str>,
+    /// Of the KV that it gives.
+    pub kv_state_tag: Arc<str>,
+    /// Why there, for people.
+    pub why: Why,
 }
 
 /// Why an ask will not run.

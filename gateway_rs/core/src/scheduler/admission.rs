@@ -17,7 +17,7 @@ pub(super) const MAX_POOLS: usize = 16;
 const UNAVAILABLE_RETRY_MS: u32 = 1000;
 
 /// What is shed must be late by so much more than predicted.
-const SHED_MARGIN: f64 = 1.2;
+pub(super) const SHED_MARGIN: f64 = 1.2;
 
 impl Core {
     pub(super) fn asked(&mut self, link: Link, ask: Box<Ask>) {
@@ -55,9 +55,12 @@ impl Core {
         if self.queue.get(place).is_none() {
             return;
         }
-        let pools = self.queue.get(place).map(|waiting| waiting.ask.pools.clone());
-        for pool in pools.unwrap_or_default() {
-            self.stop_lending(&pool);
+        // Of a worker that only prompts are computed on nothing is lent.
+        if !self.waits_for_prompts(place) {
+            let pools = self.queue.get(place).map(|waiting| waiting.ask.pools.clone());
+            for pool in pools.unwrap_or_default() {
+                self.stop_lending(&pool);
+            }
         }
         let limit = self.policy.max_queued;
         if self.queue.len() > limit {

@@ -93,6 +93,8 @@ pub struct Measures {
     pub resumed: u64,
     /// Given to another worker than the one that they waited for.
     pub stolen: u64,
+    /// Prompts computed on another worker than their answers.
+    pub parted: u64,
 }
 
 /// All that the scheduler knows and decides.
@@ -131,6 +133,8 @@ pub struct Core {
     pub(super) budgets: Budgets,
     pub(super) prices: Prices,
     pub(super) parking: Parking,
+    /// Workers for prompts that have the time for one, and nobody to answer it.
+    pub(super) blocked: BTreeSet<Link>,
     pub(super) actions: Vec<Action>,
 }
 
@@ -172,6 +176,7 @@ impl Core {
             budgets: Budgets::default(),
             prices: Prices::default(),
             parking: Parking::default(),
+            blocked: BTreeSet::new(),
             actions: Vec::new(),
             policy,
         }
@@ -437,7 +442,8 @@ impl Core {
         let pool = &self.fleet.pools[pool];
         let fits = |link: &Link| {
             let worker = &self.fleet.workers[link];
-            worker.open() && worker.can_ever_run(ask) && worker.has_slots(ask.choices)
+            let suits = pool.suits(super::pool::Part::Answer, worker.prompts_only(), ask);
+            suits && worker.open() && worker.can_ever_run(ask) && worker.has_slots(ask.choices)
         };
         let fitting = pool.ready.iter().copied().filter(fits);
         let score = |link| self.fleet.consider(now_s, link, ask, false, &self.placer).unwrap().1;

@@ -210,6 +210,8 @@ pub struct Ask {
     pub alias: Arc<str>,
     /// Of the prompt, what is the answer's own beginning, which earlier attempts brought.
     pub committed_tokens: u32,
+    /// Its prompt may be computed on another worker than its answer.
+    pub may_part: bool,
 }
 
 impl Default for Ask {
@@ -236,6 +238,7 @@ impl Default for Ask {
             booking: 0,
             alias: none,
             committed_tokens: 0,
+            may_part: false,
         }
     }
 }
@@ -305,6 +308,22 @@ pub struct WorkerHello {
     pub description: Description,
     /// Start of the process to ready.
     pub startup_s: f64,
+    /// What it is for.
+    pub role: Role,
+    /// KV of one token, in bytes; 0 = not said.
+    pub kv_token_bytes: u32,
+}
+
+/// What a worker is for, where prompts are computed apart from answers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Whole requests.
+    #[default]
+    Both,
+    /// Prompts whose answers are others'. Whole requests only when nobody else is there for them.
+    Prefill,
+    /// Answers, and prompts where that is better.
+    Decode,
 }
 
 /// What serves a model: enough to know that two processes speak of the same thing.
@@ -417,6 +436,10 @@ pub struct Load {
     pub iteration: u64,
     /// Steps since the last report; the cost model learns from these.
     pub steps: Vec<StepReport>,
+    /// KV that came from other workers since the start, in bytes, and the time that it took.
+    pub kv_received_bytes: u64,
+    /// In seconds, without what it waited to be computed.
+    pub kv_receive_s: f64,
 }
 
 /// What one engine step did and what it cost.

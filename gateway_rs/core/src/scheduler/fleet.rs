@@ -88,6 +88,7 @@ impl Fleet {
     /// Takes in a worker whose description fits its pool's.
     pub(super) fn join(&mut self, now_s: f64, link: Link, hello: WorkerHello) {
         let kind = self.kinds.of(&hello.description);
+        self.kinds.says_kv(kind, hello.kv_token_bytes);
         let number = self.blocks.claim(&hello.instance_id);
         self.numbers.insert(number, link);
         let mut worker = Worker::new(link, hello, now_s, self.queue_factor, number, kind);
@@ -108,6 +109,7 @@ impl Fleet {
             at: Map::default(),
             max_prompt_tokens: 0,
             serve: BTreeMap::new(),
+            serve_prompts: BTreeMap::new(),
         });
         pool.workers.insert(link);
         self.workers.insert(link, worker);
@@ -165,6 +167,11 @@ impl Fleet {
         };
         self.kinds.observe(worker.kind, &mut worker.drift, &load.steps);
         worker.pace = worker.drift.pace;
+        self.kinds.moved(
+            worker.kind,
+            load.kv_received_bytes.saturating_sub(worker.load.kv_received_bytes),
+            load.kv_receive_s - worker.load.kv_receive_s,
+        );
         worker.load = load;
         worker.load.steps = Vec::new();
         worker.heard_s = now_s;
@@ -202,7 +209,11 @@ impl Fleet {
             Some(&link) => {
                 if let Some(worker) = self.workers.get_mut(&link) {
                     worker.held.add(&lease);
-                    worker.unreported.add(&lease);
+                    if lease.phase == Phase::Arriving {
+                        worker.arriving.add(&lease);
+                    } else {
+                        worker.unreported.add(&lease);
+                    }
                     self.expected.add(worker.number, &lease.blocks);
                     if lease.phase == Phase::Prefill {
                         worker.begin_prefill(now_s, &lease);
@@ -218,6 +229,10 @@ impl Fleet {
     pub(super) fn progress(&mut self, now_s: f64, id: LeaseId, output_tokens: u32) -> Option<Link> {
         let lease = self.leases.get_mut(&id)?;
         lease.output_tokens = lease.output_tokens.max(output_tokens);
+        if lease.phase == Phase::Arriving {
+            self.arrived(now_s, id);
+            return None;
+        }
         if lease.phase != Phase::Prefill {
             return None;
         }
@@ -229,6 +244,23 @@ impl Fleet {
         }
         self.reorder(link);
         Some(link)
+    }
+
+    /// The KV of a lease is there: from now on reports tell of it.
+    fn arrived(&mut self, now_s: f64, id: LeaseId) {
+        let Some(lease) = self.leases.get_mut(&id) else {
+            return;
+        };
+        let link = self.instances.get(&lease.instance_id);
+        if let Some(worker) = link.and_then(|link| self.workers.get_mut(link)) {
+            worker.held.discard(lease);
+            worker.arriving.discard(lease);
+            // As if it began now: no report before this one knows of it.
+            lease.granted_s = now_s;
+            worker.held.add(lease);
+            worker.unreported.add(lease);
+        }
+        lease.phase = Phase::Decode;
     }
 
     /// An ask waits here for that worker, or does not any more; these are the marks of what the worker did not hold.
@@ -353,6 +385,7 @@ impl Fleet {
         if let Some(worker) = self.workers.get_mut(&link) {
             worker.held.discard(&lease);
             worker.unreported.discard(&lease);
+            worker.arriving.discard(&lease);
             self.expected.remove(worker.number, &lease.blocks);
             if worker.end_prefill(&lease) {
                 worker.drop_prefill(now_s, lease.prefill_ms);
@@ -445,7 +478,7 @@ impl Fleet {
                     )
                 })
             };
-            for part in [&worker.held, &worker.unreported] {
+            for part in [&worker.held, &worker.unreported, &worker.arriving] {
                 assert_eq!(
                     (part.choices, part.prompt_tokens, part.kv_tokens),
                     sum(part),
@@ -453,6 +486,10 @@ impl Fleet {
                 );
             }
             assert!(worker.unreported.leases.is_subset(&worker.held.leases));
+            assert!(worker.arriving.leases.is_subset(&worker.held.leases));
+            assert!(worker.arriving.leases.is_disjoint(&worker.unreported.leases));
+            let arriving = |id: &LeaseId| self.leases[id].phase == Phase::Arriving;
+            assert_eq!(worker.held.ids().filter(arriving).count(), worker.arriving.len());
             held += worker.held.len() + worker.aside.len();
             let prefilling: Vec<_> = worker
                 .held

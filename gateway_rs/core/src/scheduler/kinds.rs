@@ -65,6 +65,16 @@ impl Drift {
     }
 }
 
+/// KV of a token of a model of 8B parameters, for workers that do not say.
+const USUAL_KV_TOKEN_BYTES: u32 = 128 * 1024;
+
+/// What moving KV takes before any was moved: 1 GiB/s, worth as much as that was seen.
+const FIRST_MOVED_BYTES: f64 = 64.0 * 1024.0 * 1024.0;
+const FIRST_MOVED_MS: f64 = 62.5;
+
+/// Of KV that was moved earlier, what still counts after each report of more.
+const MOVED_MEMORY: f64 = 0.9;
+
 /// Kinds that are remembered while nobody is of them, for workers that come back.
 const MAX_UNUSED: usize = 64;
 
@@ -76,6 +86,11 @@ struct Kind {
     block_tokens: u32,
     /// Workers that are of it now.
     workers: u32,
+    /// KV of one token; 0 = nobody has said.
+    kv_token_bytes: u32,
+    /// KV that came to them of late, and how long that took; from a guess on.
+    moved_bytes: f64,
+    moved_ms: f64,
 }
 
 /// All kinds of workers that are here, and of some that were.
@@ -108,6 +123,9 @@ impl Kinds {
             model: CostModel::new(table),
             block_tokens: described.block_tokens,
             workers: 1,
+            kv_token_bytes: 0,
+            moved_bytes: FIRST_MOVED_BYTES,
+            moved_ms: FIRST_MOVED_MS,
         };
         let unused = self.kinds.iter().filter(|kind| kind.workers == 0).count();
         let kind = match self.kinds.iter().position(|kind| kind.workers == 0) {
@@ -185,6 +203,32 @@ impl Kinds {
             prompt_tokens: ask.prompt_tokens,
             block_ms: self.prefill_ms(kind, pace, charged_tokens(ask.prompt_tokens), 0),
         }
+    }
+
+    /// A worker of that kind has so much KV for a token.
+    pub fn says_kv(&mut self, kind: KindId, token_bytes: u32) {
+        if token_bytes > 0 {
+            self.kinds[kind].kv_token_bytes = token_bytes;
+        }
+    }
+
+    /// So much KV came to a worker of that kind, in so long.
+    pub fn moved(&mut self, kind: KindId, bytes: u64, seconds: f64) {
+        if bytes > 0 && seconds > 0.0 {
+            let kind = &mut self.kinds[kind];
+            kind.moved_bytes = MOVED_MEMORY * kind.moved_bytes + bytes as f64;
+            kind.moved_ms = MOVED_MEMORY * kind.moved_ms + seconds * 1e3;
+        }
+    }
+
+    /// What the KV of so many tokens takes to come to a worker of that kind.
+    pub fn move_ms(&self, kind: KindId, tokens: u32) -> f64 {
+        let kind = &self.kinds[kind];
+        let token_bytes = match kind.kv_token_bytes {
+            0 => USUAL_KV_TOKEN_BYTES,
+            bytes => bytes,
+        };
+        f64::from(tokens) * f64::from(token_bytes) * kind.moved_ms / kind.moved_bytes
     }
 
     /// Tokens of its KV blocks.

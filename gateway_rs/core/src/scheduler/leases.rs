@@ -68,6 +68,8 @@ pub struct Lease {
     pub by_credit: Option<Link>,
     /// Its request's entry in the books; 0 = it has none.
     pub booking: u64,
+    /// Only the prompt, and the first token: the answer has a lease of its own elsewhere.
+    pub prompt_only: bool,
 }
 
 /// How far a request is.
@@ -75,6 +77,8 @@ pub struct Lease {
 pub enum Phase {
     /// Its prompt waits or is being computed.
     Prefill,
+    /// Its prompt is computed elsewhere, and the KV comes from there.
+    Arriving,
     /// Its answer grows.
     Decode,
     /// It was put aside and holds no slot and no KV.

@@ -15,6 +15,9 @@ use super::{
     leases::{kv_tokens, Lease, Phase},
     lengths::Root,
     map::Key,
+    placement::LOOKAHEAD,
+    policy::Disaggregation,
+    pool::Pool,
     queue::Urgency,
     worker::Worker,
 };
@@ -102,6 +105,7 @@ impl Core {
             preempted: 0,
             by_credit: Some(link),
             booking: ask.booking,
+            prompt_only: false,
         };
         let (router_id, pool) = (router_id.clone(), held.hello.pool.clone());
         let price = self.prices.of(&pool);
@@ -145,6 +149,15 @@ impl Core {
         if self.policy.credits {
             self.lending.changed.insert(worker);
         }
+    }
+
+    /// All workers of a pool have to be looked at: routers hear otherwise of them.
+    pub(super) fn pool_changed(&mut self, pool: &str) {
+        let workers = self.fleet.pools.get(pool).map(|pool| pool.workers.clone());
+        workers
+            .into_iter()
+            .flatten()
+            .for_each(|worker| self.room_changed(worker));
     }
 
     /// All workers have to be looked at: a router came or went.
@@ -198,7 +211,8 @@ impl Core {
             let Some(worker) = self.fleet.workers.get(&link) else {
                 continue;
             };
-            if self.lending.stopped.contains_key(&worker.hello.pool) {
+            // Prompts for others come from the queue alone: what it gives there is nobody's to promise.
+            if self.lending.stopped.contains_key(&worker.hello.pool) || worker.prompts_only() {
                 continue;
             }
             if !worker.ready() || worker.reserved_for.is_some() {
@@ -243,11 +257,13 @@ impl Core {
             return true;
         };
         let (mut all, mut open) = (0, 0);
-        for worker in pool.ready.iter().filter_map(|link| self.fleet.workers.get(link)) {
+        let workers = pool.ready.iter().filter_map(|link| self.fleet.workers.get(link));
+        for worker in workers.filter(|worker| !worker.prompts_only()) {
             all += worker.limit;
             open += free(worker).choices;
         }
-        self.queue.in_turn(&pool.name).next().is_none() && open * FREE_PARTS >= all
+        let mut waiting = self.queue.in_turn(&pool.name).take(LOOKAHEAD);
+        waiting.all(|waiting| self.waits_for_prompts(waiting.place)) && open * FREE_PARTS >= all
     }
 
     fn send(&mut self, shares: Vec<Share>) {
@@ -262,12 +278,19 @@ impl Core {
     fn outlook(&self, worker: &Worker) -> Outlook {
         let kinds = &self.fleet.kinds;
         let block_ms = kinds.prefill_ms(worker.kind, worker.pace, BLOCK_TOKENS, 0);
+        let pool = self.fleet.pools.get(&worker.hello.pool);
+        let parts = self.policy.disaggregation != Disaggregation::Off && pool.is_some_and(Pool::has_prefill);
         Outlook {
             pending_prefill_ms: worker.pending_ms(self.now_s),
             prefill_ms_per_token: block_ms / f64::from(BLOCK_TOKENS),
             decoding: worker.decoding(),
             waiting: worker.waiting(),
             ahead_ms: kinds.trusted(worker.kind).then_some(self.policy.dispatch_ahead_s * 1e3),
+            ask_from_tokens: if parts {
+                self.policy.disaggregation_min_tokens
+            } else {
+                0
+            },
         }
     }
 
@@ -331,4 +354,5 @@ fn is_news(told: &Outlook, now: &Outlook) -> bool {
         || differs(f64::from(told.decoding), f64::from(now.decoding), 1.0)
         || differs(f64::from(told.waiting), f64::from(now.waiting), 1.0)
         || differs(told.prefill_ms_per_token, now.prefill_ms_per_token, 0.0)
+        || told.ask_from_tokens != now.ask_from_tokens
 }

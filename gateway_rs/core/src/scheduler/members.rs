@@ -105,6 +105,7 @@ impl Core {
             preempted: MAX_PREEMPTED,
             by_credit: None,
             booking: running.booking,
+            prompt_only: false,
         });
     }
 
@@ -186,9 +187,11 @@ impl Core {
             self.oddities.release_foreign += 1;
             return;
         }
-        self.completions.add(self.now_s, 1.0);
-        (self.budgets).grows(lease.booking, books.completion_tokens, books.cached_prompt_tokens);
-        if books.outcome != Outcome::Cut {
+        if !lease.prompt_only {
+            self.completions.add(self.now_s, 1.0);
+            (self.budgets).grows(lease.booking, books.completion_tokens, books.cached_prompt_tokens);
+        }
+        if books.outcome != Outcome::Cut && !lease.prompt_only {
             self.lengths
                 .observe(&lease.root, books.completion_tokens / lease.choices.max(1));
         }
@@ -289,6 +292,15 @@ impl Core {
         let served = self.longest(&pool);
         let changed = self.fleet.report(self.now_s, link, load, self.policy.heartbeat_s);
         let shorter = self.longest(&pool) < served;
+        if changed
+            && self
+                .fleet
+                .workers
+                .get(&link)
+                .is_some_and(|worker| worker.prompts_only())
+        {
+            self.pool_changed(&pool);
+        }
         let ready = self.fleet.workers.get(&link).is_some_and(|worker| worker.ready());
         if changed && (!ready || shorter) {
             if let Some(place) = self.fleet.workers.get(&link).and_then(|worker| worker.reserved_for) {
@@ -351,8 +363,9 @@ impl Core {
         let Some(worker) = self.fleet.workers.get(&link) else {
             return;
         };
-        let (pool, reserved) = (worker.hello.pool.clone(), worker.reserved_for);
+        let (pool, reserved, prompts_only) = (worker.hello.pool.clone(), worker.reserved_for, worker.prompts_only());
         let served = self.longest(&pool);
+        self.blocked.remove(&link);
         self.close_gate(link);
         let planned: Vec<_> = self.queue.planned(link).map(|waiting| waiting.place).collect();
         for &place in &planned {
@@ -362,6 +375,9 @@ impl Core {
             return;
         };
         self.unlend(link);
+        if prompts_only {
+            self.pool_changed(&pool);
+        }
         for lease in &leases {
             self.forget_lease(lease);
         }

@@ -25,6 +25,7 @@ pub mod search;
 pub mod worker;
 
 mod admission;
+mod apart;
 mod core;
 mod lending;
 pub(crate) mod map;
@@ -40,5 +41,5 @@ mod tests;
 pub use self::{
     core::{Core, Measures, Oddities, Predictions, Router},
     placement::PASS_LIMIT,
-    policy::Policy,
+    policy::{Disaggregation, Policy},
 };

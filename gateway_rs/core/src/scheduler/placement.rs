@@ -1,7 +1,7 @@
 //! Whose worker, and when: a newcomer finds one, a worker with room finds whose turn it is, and the lease is made.
 
 use super::{
-    actions::{Action, Grant},
+    actions::{Action, Grant, Prefill},
     admission::MAX_POOLS,
     core::Core,
     events::{Ask, Link},
@@ -9,6 +9,7 @@ use super::{
     leases::{kv_tokens, Lease, Phase, ANSWER_KV_TOKENS},
     lengths::Root,
     map::Key,
+    pool::Part,
     preemption::MAX_PREEMPTED,
     queue::{Place, Plan},
     search::Choice,
@@ -16,13 +17,13 @@ use super::{
 use crate::index::marks;
 
 /// Asks looked at when a worker has room and the first in line does not fit it.
-const LOOKAHEAD: usize = 32;
+pub(super) const LOOKAHEAD: usize = 32;
 
 /// So many asks may be served past one that does not fit; then the next worker that could serve it keeps its room for it.
 pub const PASS_LIMIT: u32 = 64;
 
 /// Asks of other workers that one with nothing to do looks at.
-const STEAL_LOOKAHEAD: usize = 8;
+pub(super) const STEAL_LOOKAHEAD: usize = 8;
 
 impl Core {
     /// Finds a worker for one ask. Those before it in line were tried when they came, and since. True when it has been
@@ -38,12 +39,21 @@ impl Core {
             else {
                 break;
             };
+            let (ask, part) = (&waiting.ask, Part::Answer);
             let found = self
                 .fleet
-                .choose(self.now_s, name, &waiting.ask, &mut self.placer, &mut self.rng);
+                .choose(self.now_s, name, part, ask, &mut self.placer, &mut self.rng);
             let Some(choice) = found else {
                 continue;
             };
+            if let Some(there) = self.apart(place, &choice) {
+                if self.can_part(place, &choice, &there) {
+                    self.grant_apart(place, &there, &choice);
+                    return true;
+                }
+                busy = busy.or(Some(there));
+                continue;
+            }
             if self.fits(place, choice.link, choice.hit_tokens)
                 && !self.is_behind(place, choice.link)
                 && !self.is_busy(place, choice.link)
@@ -70,7 +80,7 @@ impl Core {
 
     /// Whether somebody whose turn is before that ask's waits for that worker already: what needs little room would
     /// otherwise overtake for ever.
-    fn is_behind(&self, place: Place, link: Link) -> bool {
+    pub(super) fn is_behind(&self, place: Place, link: Link) -> bool {
         let (first, waiting) = (self.queue.planned(link).next(), self.queue.get(place));
         first
             .zip(waiting)
@@ -78,7 +88,7 @@ impl Core {
     }
 
     /// Whether a worker has enough to compute before that ask, as far as its predictions can be trusted.
-    fn is_busy(&self, place: Place, link: Link) -> bool {
+    pub(super) fn is_busy(&self, place: Place, link: Link) -> bool {
         let (Some(worker), Some(waiting)) = (self.fleet.workers.get(&link), self.queue.get(place)) else {
             return false;
         };
@@ -92,6 +102,7 @@ impl Core {
     fn is_throttled(&mut self, link: Link) -> bool {
         let kind = self.fleet.workers.get(&link).map(|worker| worker.kind);
         self.policy.prefill_share > 0.0
+            && !self.is_for_prompts(link)
             && kind.is_some_and(|kind| self.fleet.kinds.trusted(kind))
             && self.prefill_left_ms(link) <= 0.0
     }
@@ -147,9 +158,16 @@ impl Core {
 
     /// A worker may have room: give it to those whose turn it is.
     pub(super) fn offer(&mut self, link: Link) {
-        while let Some((place, choice)) = self.next_for(link) {
-            if !self.shed_if_late(place, choice.link, choice.prefill_ms) {
-                self.grant(place, &choice);
+        if self.is_for_prompts(link) {
+            self.offer_prompts(link);
+        } else {
+            while let Some((place, choice)) = self.next_for(link) {
+                if !self.shed_if_late(place, choice.link, choice.prefill_ms) {
+                    self.grant_or_part(place, &choice);
+                }
+            }
+            if !self.blocked.is_empty() {
+                self.unblock(link);
             }
         }
         if self.queue.waits_for(link) {
@@ -228,7 +246,7 @@ impl Core {
 
     /// The first of those that wait for this worker, when it has the time and the KV; who finds no slot any more waits for
     /// any worker.
-    fn next_planned(&mut self, link: Link) -> Option<Place> {
+    pub(super) fn next_planned(&mut self, link: Link) -> Option<Place> {
         loop {
             let worker = self.fleet.workers.get(&link)?;
             let waiting = self.queue.planned(link).next()?;
@@ -241,7 +259,7 @@ impl Core {
         }
     }
 
-    fn is_of(&self, link: Link, pool: &str) -> bool {
+    pub(super) fn is_of(&self, link: Link, pool: &str) -> bool {
         self.fleet
             .workers
             .get(&link)
@@ -282,7 +300,31 @@ impl Core {
         }
     }
 
+    /// Its turn has come at that worker; another may compute its prompt, if it can do so now and it did not wait for one
+    /// such in vain.
+    fn grant_or_part(&mut self, place: Place, choice: &Choice) {
+        let there = match self.waits_for_prompts(place) {
+            true => None,
+            false => self.apart(place, choice),
+        };
+        match there.filter(|there| self.can_part(place, choice, there)) {
+            Some(there) => self.grant_apart(place, &there, choice),
+            None => self.grant(place, choice),
+        }
+    }
+
+    /// The whole request at one worker.
     pub(super) fn grant(&mut self, place: Place, choice: &Choice) {
+        self.grant_both(place, choice, None);
+    }
+
+    /// The prompt at one worker, the answer at another.
+    pub(super) fn grant_apart(&mut self, place: Place, there: &Choice, here: &Choice) {
+        self.measures.parted += 1;
+        self.grant_both(place, here, Some(there));
+    }
+
+    fn grant_both(&mut self, place: Place, choice: &Choice, there: Option<&Choice>) {
         let link = choice.link;
         let Some(pool) = self.fleet.workers.get(&link).map(|worker| worker.hello.pool.clone()) else {
             return;
@@ -297,6 +339,10 @@ impl Core {
         else {
             return;
         };
+        // Where the prompt is computed.
+        let (computes, at) = there
+            .and_then(|there| Some((self.fleet.workers.get(&there.link)?, there)))
+            .unwrap_or((worker, choice));
         let (ask, hello, id) = (&waiting.ask, &worker.hello, self.next_lease);
         let root = Root::of(ask);
         let expected = if ask.expected_output_tokens > 0 {
@@ -304,7 +350,7 @@ impl Core {
         } else {
             self.lengths.expected(&root, 0, ask.max_tokens)
         };
-        let uncached = ask.prompt_tokens - choice.hit_tokens.min(ask.prompt_tokens);
+        let uncached = ask.prompt_tokens - at.hit_tokens.min(ask.prompt_tokens);
         let charge = f64::from(uncached) + OUTPUT_WEIGHT * f64::from(ask.choices) * f64::from(expected);
         if !credit_waits {
             self.queue.accounts.next_round(waiting.account);
@@ -316,9 +362,9 @@ impl Core {
         let first_ms = self
             .fleet
             .kinds
-            .first_token_ms(worker.kind, worker.pace, uncached, choice.hit_tokens);
-        let before_ms = worker.before_ms(self.now_s, waiting.urgency(), &self.fleet.leases);
-        let slowdown = self.slowdown(link).unwrap_or(1.0);
+            .first_token_ms(computes.kind, computes.pace, uncached, at.hit_tokens);
+        let before_ms = computes.before_ms(self.now_s, waiting.urgency(), &self.fleet.leases);
+        let slowdown = self.slowdown(at.link).unwrap_or(1.0);
         let predicted_ttft_s = first_ms.map(|first_ms| slowdown * (before_ms + first_ms) / 1e3);
         self.actions.push(Action::Granted(Box::new(Grant {
             link: waiting.link,
@@ -332,9 +378,18 @@ impl Core {
             class: ask.class,
             queue_s: self.now_s - waiting.arrived_s,
             predicted_ttft_s,
-            cached_tokens: choice.hit_tokens,
+            cached_tokens: at.hit_tokens,
             why: choice.why,
             token_allowance,
+            prefill: there.map(|there| Prefill {
+                lease: id + 1,
+                worker: there.link,
+                worker_id: computes.hello.worker_id.clone(),
+                instance_id: computes.hello.instance_id.clone(),
+                address: computes.hello.address.clone(),
+                kv_state_tag: computes.hello.description.kv_state_tag.clone(),
+                why: there.why,
+            }),
         })));
         let mut kv = kv_tokens(ask);
         if ask.expected_output_tokens == 0 {
@@ -344,7 +399,7 @@ impl Core {
                 .saturating_sub(u64::from(ask.choices) * u64::from(spared))
                 .max(u64::from(ask.prompt_tokens));
         }
-        let lease = Lease {
+        let mut lease = Lease {
             id,
             router_id: router_id.clone(),
             instance_id: hello.instance_id.clone(),
@@ -357,7 +412,7 @@ impl Core {
             granted_s: self.now_s,
             class: ask.class,
             phase: Phase::Prefill,
-            prefill_ms: choice.prefill_ms,
+            prefill_ms: at.prefill_ms,
             uncached_tokens: uncached,
             urgency: waiting.urgency(),
             predicted_ttft_s,
@@ -374,9 +429,29 @@ impl Core {
             },
             by_credit: None,
             booking: ask.booking,
+            prompt_only: false,
         };
         self.next_lease += 1;
-        if self.policy.prefill_share > 0.0 {
+        if let Some(there) = there {
+            let computes = Lease {
+                id: self.next_lease,
+                instance_id: computes.hello.instance_id.clone(),
+                blocks: marks(&ask.block_hashes, self.fleet.held_blocks(there.link, ask)),
+                kv_tokens: u64::from(ask.prompt_tokens) + 1,
+                max_tokens: 1,
+                charged: None,
+                // The books are the answer's.
+                booking: 0,
+                prompt_only: true,
+                ..lease.clone()
+            };
+            self.next_lease += 1;
+            self.hold(computes);
+            self.fleet.believe(there.link, &waiting.ask.block_hashes);
+            self.room_changed(there.link);
+            lease.phase = Phase::Arriving;
+            (lease.prefill_ms, lease.uncached_tokens, lease.predicted_ttft_s) = (0.0, 0, None);
+        } else if self.policy.prefill_share > 0.0 {
             self.prefill_left_ms(link);
             if let Some((left_ms, _)) = self.prefill_left.get_mut(&pool) {
                 *left_ms -= choice.prefill_ms;

@@ -44,6 +44,23 @@ pub struct Policy {
     pub tenant_weights: BTreeMap<String, f64>,
     /// Lend room to routers while nothing waits.
     pub credits: bool,
+    /// When prompts are computed on other workers than their answers.
+    pub disaggregation: Disaggregation,
+    /// Prompt tokens to be computed from which that is weighed.
+    pub disaggregation_min_tokens: u32,
+}
+
+/// When a prompt is computed on a worker that is there for prompts only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Disaggregation {
+    /// Where it delays least, the way of the KV included.
+    #[default]
+    Auto,
+    /// Whenever there is one.
+    Always,
+    /// Never.
+    Off,
 }
 
 fn by_name<'de, D: serde::Deserializer<'de>>(from: D) -> Result<place::Policy, D::Error> {
@@ -70,6 +87,8 @@ impl Default for Policy {
             fair_quantum_tokens: 16_384.0,
             tenant_weights: BTreeMap::new(),
             credits: false,
+            disaggregation: Disaggregation::default(),
+            disaggregation_min_tokens: 1024,
         }
     }
 }

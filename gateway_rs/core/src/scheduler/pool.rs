@@ -8,7 +8,7 @@ use std::{
 use rand::{Rng, RngCore};
 
 use super::{
-    events::{Capabilities, Description, Link},
+    events::{Ask, Capabilities, Description, Link},
     kinds::{KindId, Pace},
     map::{Key, Map},
     worker::Worker,
@@ -89,6 +89,18 @@ pub(super) fn by_lot<'a>(bucket: &'a [Link], rng: &mut dyn RngCore) -> impl Iter
     };
     bucket[start..].iter().chain(&bucket[..start]).copied()
 }
+/// Workers whose predictions differ by nothing but what they hold: for prompts only, kind, pace.
+pub(super) type Group = (bool, KindId, Pace);
+
+/// What a worker is sought for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// A whole request, or its answer.
+    Answer,
+    /// A prompt whose answer is another's.
+    Prompt,
+}
+
 /// The workers that serve one variant.
 #[derive(Debug)]
 pub struct Pool {
@@ -100,14 +112,15 @@ pub struct Pool {
     pub workers: BTreeSet<Link>,
     /// Those that are ready.
     pub ready: BTreeSet<Link>,
-    /// Those that can take something, by kind and pace: so their predictions differ by nothing but what they hold.
-    pub(super) orders: BTreeMap<(KindId, Pace), Order<(u64, Key)>>,
+    /// Those that can take something.
+    pub(super) orders: BTreeMap<Group, Order<(u64, Key)>>,
     /// In which of these each is.
-    pub(super) at: Map<Link, (KindId, Pace)>,
+    pub(super) at: Map<Link, Group>,
     /// The longest prompt that a ready worker can serve.
     pub max_prompt_tokens: u32,
-    /// How many ready workers serve prompts up to that length.
+    /// How many ready workers serve prompts up to that length; and of those that are for prompts only.
     pub(super) serve: BTreeMap<u32, usize>,
+    pub(super) serve_prompts: BTreeMap<u32, usize>,
 }
 
 /// What must be the same for all workers of a pool, or one request could have two answers.
@@ -195,8 +208,27 @@ impl Pool {
         self.at.contains_key(&link)
     }
 
+    /// Whether somebody ready is there for prompts only.
+    pub fn has_prefill(&self) -> bool {
+        !self.serve_prompts.is_empty()
+    }
+
+    /// Whether nobody ready is there for answers: then those for prompts do all.
+    pub fn lacks_answerers(&self) -> bool {
+        self.serve.is_empty()
+    }
+
+    /// Whether that worker is one of those that are sought.
+    pub(super) fn suits(&self, part: Part, prompts_only: bool, ask: &Ask) -> bool {
+        match part {
+            Part::Prompt => prompts_only,
+            // Nor does it matter what a worker is for when others have just failed.
+            Part::Answer => !prompts_only || self.lacks_answerers() || !ask.avoid_instances.is_empty(),
+        }
+    }
+
     pub(super) fn reorder(&mut self, worker: &Worker) {
-        let (link, group) = (worker.link, (worker.kind, worker.pace));
+        let (link, group) = (worker.link, (worker.prompts_only(), worker.kind, worker.pace));
         if self.at.get(&link).is_some_and(|at| *at != group) || !worker.open() {
             self.leave_order(link);
         }
@@ -220,25 +252,35 @@ impl Pool {
     /// Notes what a worker can serve; true when it is another thing than before.
     pub(super) fn refresh_ready(&mut self, worker: &mut Worker) -> bool {
         let serves = worker.ready().then_some(worker.max_prompt_tokens);
+        let counts = if worker.prompts_only() {
+            &mut self.serve_prompts
+        } else {
+            &mut self.serve
+        };
         // Almost every report changes nothing.
         if serves == worker.serves_prompt_tokens {
             return false;
         }
         if let Some(before) = worker.serves_prompt_tokens {
             self.ready.remove(&worker.link);
-            if let Some(count) = self.serve.get_mut(&before) {
+            if let Some(count) = counts.get_mut(&before) {
                 *count -= 1;
                 if *count == 0 {
-                    self.serve.remove(&before);
+                    counts.remove(&before);
                 }
             }
         }
         if let Some(now) = serves {
             self.ready.insert(worker.link);
-            *self.serve.entry(now).or_default() += 1;
+            *counts.entry(now).or_default() += 1;
         }
         worker.serves_prompt_tokens = serves;
-        self.max_prompt_tokens = self.serve.last_key_value().map_or(0, |(&tokens, _)| tokens);
+        let counts = if self.serve.is_empty() {
+            &self.serve_prompts
+        } else {
+            &self.serve
+        };
+        self.max_prompt_tokens = counts.last_key_value().map_or(0, |(&tokens, _)| tokens);
         true
     }
 }

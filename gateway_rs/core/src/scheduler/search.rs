@@ -14,7 +14,7 @@ use super::{
     fleet::Fleet,
     kinds::{KindId, Pace},
     map::{Key, Map},
-    pool::{by_lot, Pool},
+    pool::{by_lot, Part, Pool},
     queue::Plan,
     worker::Worker,
 };
@@ -71,11 +71,12 @@ impl Fleet {
         &mut self.blocks
     }
 
-    /// The worker of that pool to run this, by the rule; it has a slot, if perhaps not yet the time or the KV.
+    /// The worker of that pool to run that part of this, by the rule; it has a slot, if perhaps not yet the time or the KV.
     pub(super) fn choose(
         &mut self,
         now_s: f64,
         pool: &str,
+        part: Part,
         ask: &Ask,
         placer: &mut Placer,
         rng: &mut dyn RngCore,
@@ -88,6 +89,7 @@ impl Fleet {
             fleet: self,
             pool: self.pools.get(pool)?,
             now_s,
+            part,
             ask,
             looked_at: Cell::new(0),
         };
@@ -170,6 +172,7 @@ struct Search<'a> {
     fleet: &'a Fleet,
     pool: &'a Pool,
     now_s: f64,
+    part: Part,
     ask: &'a Ask,
     looked_at: Cell<u64>,
 }
@@ -178,7 +181,9 @@ impl<'a> Search<'a> {
     fn fitting(&self, link: Link) -> Option<&'a Worker> {
         self.looked_at.set(self.looked_at.get() + 1);
         let worker = self.fleet.workers.get(&link)?;
-        (worker.open() && worker.can_ever_run(self.ask) && worker.has_slots(self.ask.choices)).then_some(worker)
+        let suits = self.pool.suits(self.part, worker.prompts_only(), self.ask);
+        (suits && worker.open() && worker.can_ever_run(self.ask) && worker.has_slots(self.ask.choices))
+            .then_some(worker)
     }
 
     /// The least marginal delay, exactly, by lot among equals.
@@ -210,7 +215,10 @@ impl<'a> Search<'a> {
         }
         // Nobody else holds more than that much, so nobody else's delay is less than it would be with it.
         let mut looked_at = 0;
-        for (&(kind, pace), order) in &self.pool.orders {
+        for (&(prompts_only, kind, pace), order) in &self.pool.orders {
+            if !self.pool.suits(self.part, prompts_only, self.ask) {
+                continue;
+            }
             let request = kinds.request(kind, pace, self.ask);
             let most_hit = (left_blocks * kinds.block_tokens(kind)).min(self.ask.prompt_tokens.saturating_sub(1));
             let least_work_ms = kinds.prefill_ms(kind, pace, self.ask.prompt_tokens - most_hit, most_hit);

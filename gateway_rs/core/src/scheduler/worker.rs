@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use super::{
-    events::{Ask, LeaseId, Link, Load, WorkerHello, WorkerState},
+    events::{Ask, LeaseId, Link, Load, Role, WorkerHello, WorkerState},
     kinds::{Drift, KindId, Kinds, Pace},
     leases::{kv_tokens, Held, Lease, Phase},
     map::{Key, Map},
@@ -26,6 +26,8 @@ pub struct Worker {
     pub held: Held,
     /// Of those, what the last report may not know of yet.
     pub unreported: Held,
+    /// Of those, whose KV comes from elsewhere: no report knows of it before it is there.
+    pub arriving: Held,
     /// Of those, whose prompts are not computed yet.
     pub prefilling: BTreeSet<LeaseId>,
     /// Leases of requests that were put aside, by since when.
@@ -87,6 +89,7 @@ impl Worker {
             heard_s: now_s,
             held: Held::default(),
             unreported: Held::default(),
+            arriving: Held::default(),
             prefilling: BTreeSet::new(),
             aside: BTreeSet::new(),
             promised: Room::NONE,
@@ -119,6 +122,17 @@ impl Worker {
     /// Takes new requests when it has room.
     pub fn ready(&self) -> bool {
         self.load.state == WorkerState::Ready
+    }
+
+    /// Is there for prompts whose answers are others'.
+    pub fn prompts_only(&self) -> bool {
+        self.hello.role == Role::Prefill
+    }
+
+    /// Whether a prompt may be computed here for that worker to answer.
+    pub(super) fn hands_over_to(&self, other: &Self) -> bool {
+        let (here, there) = (&self.hello.description, &other.hello.description);
+        here.capabilities.kv_handoff && there.capabilities.kv_handoff && here.kv_state_tag == there.kv_state_tag
     }
 
     /// Takes any request now, as far as leases go.
@@ -241,7 +255,7 @@ impl Worker {
     /// KV held by requests, and what is known to come: no more than all of them would take without sharing, since a report
     /// may count a prompt's blocks both as held and as still to be computed.
     pub fn kv_demand_tokens(&self) -> u64 {
-        let to_come = self.reported_prompt_tokens + self.unreported.kv_tokens;
+        let to_come = self.reported_prompt_tokens + self.unreported.kv_tokens + self.arriving.kv_tokens;
         (self.reported_kv_tokens + to_come)
             .min(self.held.kv_tokens)
             .max(self.reported_kv_tokens)

@@ -107,6 +107,8 @@ pub struct Job {
     pub expected_output_tokens: u32,
     /// May be given up: it is the first attempt.
     pub may_shed: bool,
+    /// The KV of all but its last prompt token has come from elsewhere.
+    pub has_kv: bool,
 }
 
 /// What a worker says of a request.
@@ -364,6 +366,17 @@ impl Engine {
         let slot = self.slot_of(request, |state| state == State::Paused);
         if let Some((slot, seq)) = slot.and_then(|slot| self.take(slot)) {
             self.wait(slot, seq);
+            self.interrupt(now_s, said);
+        }
+    }
+
+    /// A request is not wanted any more. Nothing if it isn't here.
+    pub fn cancel(&mut self, now_s: f64, request: u32, said: &mut Vec<Said>) {
+        let slot = self.slot_of(request, |_| true);
+        self.settle(now_s);
+        if let Some((slot, mut seq)) = slot.and_then(|slot| self.take(slot)) {
+            self.leave(slot, &mut seq);
+            self.free.push(slot);
             self.interrupt(now_s, said);
         }
     }
@@ -788,6 +801,11 @@ impl Engine {
         if !seq.started || seq.generated == 0 {
             seq.cached = seq.computed.min(seq.job.prompt_tokens);
         }
+        if seq.job.has_kv {
+            // Once: what is pushed out is computed again.
+            seq.job.has_kv = false;
+            seq.computed = seq.target - 1;
+        }
         seq.started = true;
         seq.state = State::Prefill;
         self.load.prefilling += 1;
@@ -844,6 +862,7 @@ mod tests {
             due_s: arrival_s + 2.0,
             expected_output_tokens: output_tokens,
             may_shed: true,
+            has_kv: false,
         }
     }
 

@@ -11,7 +11,7 @@ pub mod settings;
 pub mod workload;
 
 use std::cmp::Ordering;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeSet, BinaryHeap};
 use std::sync::Arc;
 
 use ahash::{HashMap, HashMapExt};
@@ -24,7 +24,8 @@ use self::workload::Workload;
 use crate::cost::CostModel;
 use crate::scheduler::actions::Action;
 use crate::scheduler::events::{
-    Ask, BlockChange, Books, Description, Event, LeaseId, Link, Load, Outcome as Ending, WorkerHello, WorkerState,
+    Ask, BlockChange, Books, Capabilities, Description, Event, LeaseId, Link, Load, Outcome as Ending, Role,
+    WorkerHello, WorkerState,
 };
 use crate::scheduler::Core;
 
@@ -35,6 +36,12 @@ pub struct Group {
     pub pool: Arc<str>,
     /// How many.
     pub workers: u32,
+    /// Of these, the first so many are for prompts only.
+    pub prefill_workers: u32,
+    /// KV of one token, and what a worker's network carries, in bytes.
+    pub kv_token_bytes: u32,
+    /// In a second.
+    pub network_bytes_per_s: f64,
     /// How they run.
     pub engine: EngineConfig,
 }
@@ -105,6 +112,11 @@ enum What {
         events: Vec<Event>,
     },
     Tell(Box<Event>),
+    /// The KV of a request has come to who answers it.
+    Arrived {
+        request: u32,
+        epoch: u32,
+    },
     Fail(u32),
     Restart(u32),
     Wake,
@@ -147,6 +159,13 @@ struct Worker {
     version: u64,
     /// It is in the list of those.
     dirty: bool,
+    prompts_only: bool,
+    /// Its network has sent or got all KV by then.
+    network_free_s: f64,
+    received_bytes: u64,
+    receive_s: f64,
+    /// Requests that it answers whose KV is not there yet.
+    arriving: BTreeSet<u32>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -156,7 +175,31 @@ struct Progress {
     epoch: u32,
     /// Of attempts before.
     said: u32,
+    /// Where its prompt is computed, or was, while the answer has not begun.
+    prefill: Option<PrefillLeg>,
 }
+
+#[derive(Clone, Copy, Debug)]
+struct PrefillLeg {
+    lease: LeaseId,
+    worker: u32,
+    instance: u64,
+    granted_s: f64,
+}
+
+/// What a worker is given of a request.
+#[derive(Clone, Copy, Debug)]
+enum Half {
+    /// All of it, of which so much was said before.
+    Whole { said: u32 },
+    /// The prompt and the first token.
+    Prompt,
+    /// What follows, with its KV from elsewhere if that has come.
+    Answer { said: u32, has_kv: bool },
+}
+
+/// KV of so many tokens is sent after the last of a prompt is computed.
+const LAST_CHUNK_TOKENS: u32 = 2048;
 
 /// What a run shows while it goes on; whoever returns false stops it.
 pub type OnProgress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
@@ -204,6 +247,7 @@ struct Run<'a> {
     /// What a prompt takes on an idle worker of the first group.
     alone: CostModel,
     ended: u64,
+    parted: u64,
     wakes_s: f64,
     actions: Vec<Action>,
     said: Vec<Said>,
@@ -241,6 +285,7 @@ impl<'a> Run<'a> {
             pools,
             alone: CostModel::new(table),
             ended: 0,
+            parted: 0,
             wakes_s: f64::INFINITY,
             actions: Vec::new(),
             said: Vec::new(),
@@ -266,7 +311,7 @@ impl<'a> Run<'a> {
             running: Vec::new(),
         });
         for (group, each) in self.config.groups.iter().enumerate() {
-            for _ in 0..each.workers {
+            for index in 0..each.workers {
                 let worker = self.workers.len() as u32;
                 self.workers.push(Worker {
                     engine: Engine::new(each.engine.clone()),
@@ -275,6 +320,11 @@ impl<'a> Run<'a> {
                     instance: 0,
                     version: 0,
                     dirty: false,
+                    prompts_only: index < each.prefill_workers,
+                    network_free_s: 0.0,
+                    received_bytes: 0,
+                    receive_s: 0.0,
+                    arriving: BTreeSet::new(),
                 });
                 self.join(worker);
             }
@@ -310,6 +360,10 @@ impl<'a> Run<'a> {
             kv_blocks: (each.engine.most_tokens() / u64::from(engine.block_tokens)) as u32,
             slots: engine.max_batch,
             cost_table: engine.table.name.as_str().into(),
+            capabilities: Capabilities {
+                kv_handoff: true,
+                ..Capabilities::default()
+            },
             ..Description::default()
         };
         let hello = WorkerHello {
@@ -319,6 +373,8 @@ impl<'a> Run<'a> {
             address: format!("10.0.{}.{}:7001", worker / 250, worker % 250).into(),
             description,
             startup_s: 0.0,
+            role: if each.prompts_only { Role::Prefill } else { Role::Both },
+            kv_token_bytes: self.config.groups[each.group].kv_token_bytes,
         };
         self.by_link.insert(link, worker);
         self.tell(Event::WorkerJoined {
@@ -383,6 +439,7 @@ impl<'a> Run<'a> {
                 }
             }
             What::Tell(event) => self.tell(*event),
+            What::Arrived { request, epoch } => self.arrived(request, epoch),
             What::Fail(number) => self.fail(number),
             What::Restart(worker) => self.join(worker),
             What::Wake => {
@@ -443,6 +500,8 @@ impl<'a> Run<'a> {
             slots: each.engine.config().max_batch,
             iteration: each.engine.iteration(),
             steps: each.engine.take_steps(),
+            kv_received_bytes: each.received_bytes,
+            kv_receive_s: each.receive_s,
         };
         events.push(Event::WorkerReported {
             link,
@@ -487,6 +546,7 @@ impl<'a> Run<'a> {
             ttft_target_s: Some(record.due_s - record.arrival_s),
             tpot_target_s: Some(self.config.tpot_target_s),
             epoch: progress.epoch + 1,
+            may_part: true,
             ..Ask::default()
         };
         self.tell(Event::Asked {
@@ -509,7 +569,22 @@ impl<'a> Run<'a> {
                 let said = progress.said;
                 self.by_lease.insert(grant.lease, number);
                 self.records[number as usize].worker = worker;
-                self.submit(number, worker, said);
+                let computes = grant.prefill.as_ref();
+                let at = computes.and_then(|prefill| Some((prefill.lease, *self.by_link.get(&prefill.worker)?)));
+                progress.prefill = at.map(|(lease, worker)| PrefillLeg {
+                    lease,
+                    worker,
+                    instance: self.workers[worker as usize].instance,
+                    granted_s: self.now_s,
+                });
+                match at {
+                    Some((_, computes)) => {
+                        self.workers[worker as usize].arriving.insert(number);
+                        self.parted += 1;
+                        self.submit(number, computes, Half::Prompt);
+                    }
+                    None => self.submit(number, worker, Half::Whole { said }),
+                }
             }
             Action::Refused(refusal) => self.end(refusal.ask as u32, Fate::Rejected),
             Action::SetChunk {
@@ -545,18 +620,26 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn submit(&mut self, number: u32, worker: u32, said: u32) {
+    fn submit(&mut self, number: u32, worker: u32, half: Half) {
         let request = &self.workload.requests[number as usize];
         let record = &self.records[number as usize];
+        let said = match half {
+            Half::Prompt => 0,
+            Half::Answer { said, .. } | Half::Whole { said } => said,
+        };
         let job = Job {
             request: number,
             prompt_tokens: request.prompt_tokens + said,
-            output_tokens: request.output_tokens - said,
+            output_tokens: match half {
+                Half::Prompt => 1,
+                _ => request.output_tokens - said,
+            },
             blocks: Arc::clone(&request.blocks),
             arrival_s: record.arrival_s,
             due_s: record.due_s,
             expected_output_tokens: record.expected_output_tokens,
-            may_shed: said == 0,
+            may_shed: said == 0 && !matches!(half, Half::Answer { .. }),
+            has_kv: matches!(half, Half::Answer { has_kv: true, .. }),
         };
         let each = &mut self.workers[worker as usize];
         if u64::from(request.prompt_tokens) + u64::from(request.output_tokens) + 1 > each.engine.most_tokens() {
@@ -593,6 +676,14 @@ impl<'a> Run<'a> {
         }
         let said = std::mem::take(&mut self.said);
         for each in &said {
+            let (Said::First { request, .. } | Said::Finished { request } | Said::Shed { request }) = *each;
+            let leg = self.progress[request as usize]
+                .prefill
+                .filter(|leg| leg.worker == worker);
+            if let Some(leg) = leg {
+                self.prompt_says(*each, leg);
+                continue;
+            }
             match *each {
                 Said::First { request, cached_tokens } => {
                     let (record, lease) = (
@@ -624,6 +715,105 @@ impl<'a> Run<'a> {
             self.said = said;
             self.said.clear();
         }
+    }
+
+    /// What the worker says that computes a prompt whose answer is another's.
+    fn prompt_says(&mut self, said: Said, leg: PrefillLeg) {
+        let lease = leg.lease;
+        match said {
+            Said::First { request, cached_tokens } => {
+                let record = &mut self.records[request as usize];
+                record.first_token_s = Some(self.now_s);
+                record.cached_tokens = cached_tokens;
+                self.progress[request as usize].said = 1;
+                let event = Event::Progressed {
+                    link: ROUTER,
+                    lease,
+                    output_tokens: 1,
+                };
+                self.tell(event);
+            }
+            Said::Finished { request } => {
+                self.end_prompt(lease);
+                if self.workload.requests[request as usize].output_tokens <= 1 {
+                    self.leave_answerer(request);
+                    self.records[request as usize].finished_s = Some(self.now_s);
+                    self.release(request, Ending::Stop);
+                    self.end(request, Fate::Finished);
+                    return;
+                }
+                let epoch = self.progress[request as usize].epoch;
+                let at_s = self.moved_by(request, leg);
+                self.plan(at_s, What::Arrived { request, epoch });
+            }
+            Said::Shed { request } => {
+                self.leave_answerer(request);
+                self.end_prompt(lease);
+                self.release(request, Ending::Cut);
+                self.end(request, Fate::Rejected);
+            }
+        }
+    }
+
+    /// When the KV of a prompt that has just been computed is all there. It is sent as it is computed, by one network that
+    /// each of the two workers has; the last chunk's share can only follow.
+    fn moved_by(&mut self, request: u32, leg: PrefillLeg) -> f64 {
+        let asked = &self.workload.requests[request as usize];
+        let progress = &self.progress[request as usize];
+        let (here, there) = (progress.worker as usize, leg.worker as usize);
+        let (from, to) = (
+            &self.config.groups[self.workers[there].group],
+            &self.config.groups[self.workers[here].group],
+        );
+        let rate = from.network_bytes_per_s.min(to.network_bytes_per_s);
+        let held = self.workers[here].engine.kv().leading(&asked.blocks) as u32 * to.engine.block_tokens;
+        let lacks = asked.prompt_tokens.saturating_sub(held);
+        let move_s = |tokens: u32| f64::from(tokens) * f64::from(to.kv_token_bytes) / rate;
+        let compute_s = self.alone.prefill_ms(lacks.max(1), asked.prompt_tokens - lacks) * from.engine.slowdown / 1e3;
+        let began_s = (self.now_s - compute_s).max(leg.granted_s);
+        let free_s = self.workers[here]
+            .network_free_s
+            .max(self.workers[there].network_free_s);
+        let sent_s = began_s.max(free_s) + move_s(lacks);
+        self.workers[here].network_free_s = sent_s;
+        self.workers[there].network_free_s = sent_s;
+        self.workers[here].received_bytes += u64::from(lacks) * u64::from(to.kv_token_bytes);
+        self.workers[here].receive_s += move_s(lacks);
+        sent_s.max(self.now_s + move_s(lacks.min(LAST_CHUNK_TOKENS)))
+    }
+
+    fn arrived(&mut self, request: u32, epoch: u32) {
+        let progress = &mut self.progress[request as usize];
+        if progress.epoch != epoch {
+            return;
+        }
+        let Some(leg) = progress.prefill.take() else {
+            return;
+        };
+        let (worker, said) = (progress.worker, progress.said);
+        // What its source lost on the way is computed here.
+        let has_kv =
+            self.workers[leg.worker as usize].instance == leg.instance && self.workers[leg.worker as usize].link != 0;
+        self.workers[worker as usize].arriving.remove(&request);
+        self.submit(request, worker, Half::Answer { said, has_kv });
+    }
+
+    fn leave_answerer(&mut self, request: u32) {
+        let progress = &mut self.progress[request as usize];
+        progress.prefill = None;
+        let worker = progress.worker;
+        self.workers[worker as usize].arriving.remove(&request);
+    }
+
+    /// The lease of a prompt is over.
+    fn end_prompt(&mut self, lease: LeaseId) {
+        self.catch_up();
+        let event = Event::Released {
+            link: ROUTER,
+            lease,
+            books: Books::default(),
+        };
+        self.tell(event);
     }
 
     fn release(&mut self, number: u32, outcome: Ending) {
@@ -674,9 +864,35 @@ impl<'a> Run<'a> {
         let link = std::mem::take(&mut each.link);
         each.version += 1;
         let lost = each.engine.kill(self.now_s);
+        let arriving = std::mem::take(&mut each.arriving);
         self.by_link.remove(&link);
         self.tell(Event::WorkerLost { link });
+        for request in arriving {
+            // Whoever computes its prompt need not any more.
+            let leg = self.progress[request as usize].prefill.take();
+            let progress = self.progress[request as usize];
+            self.by_lease.remove(&progress.lease);
+            self.records[request as usize].attempts += 1;
+            if let Some(leg) = leg.filter(|_| progress.said == 0) {
+                self.workers[leg.worker as usize]
+                    .engine
+                    .cancel(self.now_s, request, &mut self.said);
+                self.engine_moved(leg.worker);
+                self.end_prompt(leg.lease);
+            }
+            self.plan(self.now_s + RETRY_S, What::Ask(request));
+        }
         for (request, said) in lost {
+            if self.progress[request as usize]
+                .prefill
+                .is_some_and(|leg| leg.worker == worker)
+            {
+                // Who is to answer computes it all.
+                self.leave_answerer(request);
+                let worker = self.progress[request as usize].worker;
+                self.submit(request, worker, Half::Whole { said: 0 });
+                continue;
+            }
             let progress = &mut self.progress[request as usize];
             progress.said += said;
             self.by_lease.remove(&progress.lease);
@@ -691,6 +907,7 @@ impl<'a> Run<'a> {
             preemptions: self.workers.iter().map(|each| each.engine.preemptions()).sum(),
             steps: self.workers.iter().map(|each| each.engine.iteration()).sum(),
             busy_s: self.workers.iter().map(|each| each.engine.busy_s()).sum(),
+            parted: self.parted,
             span_s: self.now_s,
             tpot_target_s: self.config.tpot_target_s,
             records: self.records,
@@ -804,6 +1021,69 @@ mod tests {
         };
         assert_eq!(on(0, 5.0, 9.0), 0);
         assert!(on(0, 10.0, 20.0) > 0);
+    }
+
+    #[test]
+    fn prompts_part_from_answers_and_every_request_ends_whoever_is_lost() {
+        let like = Synthetic {
+            requests: 600,
+            rate_per_s: 12.0,
+            prompt_tokens: 5000.0,
+            ..Synthetic::default()
+        };
+        let workload = Workload::synthetic(&like, 7);
+        let run = |how: &str, faults: &str| {
+            let json = format!(
+                r#"{{"shed": false, "faults": [{faults}], "scheduler": {{"disaggregation": "{how}"}},
+                     "groups": [{{"workers": 6, "prefill_workers": 2}}]}}"#
+            );
+            simulated(&json, &workload)
+        };
+        let faults = "[5, 0, 4], [9, 1, 4], [20, 3, 5], [31, 4, 60], [40, 0, 9]";
+        for how in ["always", "auto", "off"] {
+            for faults in ["", faults] {
+                let outcome = run(how, faults);
+                let summary = outcome.summary(|_| true);
+                assert_eq!((summary.finished, summary.rejected), (600, 0), "{how} {faults}");
+                assert_eq!(outcome.parted > 0, how != "off");
+                for each in &outcome.records {
+                    let (first_s, finished_s) =
+                        (each.first_token_s.expect("has one"), each.finished_s.expect("finished"));
+                    assert!(each.arrival_s < first_s && first_s <= finished_s);
+                }
+            }
+        }
+        // Whoever answers is not slowed down by others' prompts.
+        let tpot = |how| run(how, "").summary(|_| true).tpot_s;
+        let (apart, together) = (tpot("always"), tpot("off"));
+        assert!(apart.p99 < together.p99 / 1.5, "{apart:?} {together:?}");
+    }
+
+    #[test]
+    fn kv_takes_the_time_that_its_way_needs() {
+        let request = |at_s: f64| Request {
+            arrival_s: at_s,
+            prompt_tokens: 10_000,
+            output_tokens: 100,
+            ..Request::default()
+        };
+        let workload = Workload {
+            requests: vec![request(0.0), request(0.0)],
+            block_tokens: 64,
+            ..Workload::default()
+        };
+        let finished_s = |gb_per_s: f64| {
+            let json = format!(
+                r#"{{"shed": false, "scheduler": {{"disaggregation": "always"}},
+                     "groups": [{{"workers": 2, "prefill_workers": 1, "network_gb_per_s": {gb_per_s}}}]}}"#
+            );
+            let outcome = simulated(&json, &workload);
+            assert_eq!(outcome.parted, 2);
+            outcome.records[0].finished_s.expect("finished")
+        };
+        // 1.3 GB: hidden behind the prompt, but for its end; or in the open.
+        let (fast_s, slow_s) = (finished_s(100.0), finished_s(0.1));
+        assert!((12.0..13.2).contains(&(slow_s - fast_s)), "{fast_s} {slow_s}");
     }
 
     #[test]

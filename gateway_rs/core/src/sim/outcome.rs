@@ -97,6 +97,8 @@ pub struct Outcome {
     pub records: Vec<Record>,
     /// Requests that gave up their KV and computed it again.
     pub preemptions: u64,
+    /// Requests whose prompt was computed on another worker than their answer.
+    pub parted: u64,
     /// Steps of all workers.
     pub steps: u64,
     /// Seconds in which workers computed, over all.
@@ -167,6 +169,8 @@ pub struct Summary {
     pub output_tokens_per_s: f64,
     /// Times that a request gave up its KV.
     pub preemptions: u64,
+    /// Requests whose prompt was computed on another worker than their answer.
+    pub parted: u64,
     /// Steps of all workers.
     pub steps: u64,
     /// How long it took, in the simulation.
@@ -199,6 +203,7 @@ impl Outcome {
             hit: cached as f64 / (prompt as f64).max(1.0),
             output_tokens_per_s: output as f64 / self.span_s.max(1e-9),
             preemptions: self.preemptions,
+            parted: self.parted,
             steps: self.steps,
             span_s: self.span_s,
         }

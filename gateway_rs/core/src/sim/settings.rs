@@ -44,6 +44,12 @@ pub struct GroupSettings {
     pub pool: String,
     /// How many.
     pub workers: u32,
+    /// Of these, so many are for prompts only.
+    pub prefill_workers: u32,
+    /// KV of one token, in bytes.
+    pub kv_token_bytes: u32,
+    /// What a worker's network carries, in gigabytes a second.
+    pub network_gb_per_s: f64,
     /// A built-in table's name.
     pub cost_table: String,
     /// A table of one's own, in place of a built-in one.
@@ -67,6 +73,10 @@ impl Default for GroupSettings {
         Self {
             pool: "pool".to_owned(),
             workers: 8,
+            prefill_workers: 0,
+            // Llama 3 8B with KV of 16 bits, and 100 Gbit/s.
+            kv_token_bytes: 131_072,
+            network_gb_per_s: 12.5,
             cost_table: "a100-llama3-8b".to_owned(),
             table: None,
             slowdown: 1.0,
@@ -217,6 +227,18 @@ impl Settings {
         in_range("host_block_ms", "a number, 0 or above", group.host_block_ms, |value| {
             value >= 0.0
         })?;
+        in_range(
+            "prefill_workers",
+            "fewer than workers",
+            f64::from(group.prefill_workers),
+            |value| value == 0.0 || value < f64::from(group.workers),
+        )?;
+        in_range(
+            "network_gb_per_s",
+            "a number above 0",
+            group.network_gb_per_s,
+            |value| value > 0.0,
+        )?;
         in_range("max_batch", "1 or above", f64::from(group.max_batch), |value| {
             value >= 1.0
         })?;
@@ -252,6 +274,9 @@ impl Settings {
         Ok(Group {
             pool: group.pool.as_str().into(),
             workers: group.workers,
+            prefill_workers: group.prefill_workers,
+            kv_token_bytes: group.kv_token_bytes,
+            network_bytes_per_s: group.network_gb_per_s * 1e9,
             engine: EngineConfig {
                 table: Arc::new(table),
                 slowdown: group.slowdown,

@@ -87,7 +87,17 @@ struct Waiting {
     ask: Ask,
     arrived: Instant,
     deadline: Option<Instant>,
-    answer: oneshot::Sender<Result<(Grant, Lease), ApiError>>,
+    answer: oneshot::Sender<Result<Granted, ApiError>>,
+}
+
+/// Where a request may run.
+pub struct Granted {
+    /// As the scheduler said, or shares.
+    pub grant: Grant,
+    /// The right to.
+    pub lease: Lease,
+    /// And for its prompt, where that is another worker's.
+    pub prefill: Option<Lease>,
 }
 
 /// The right to run one request on one worker. Given back exactly once: with its books, or when dropped.
@@ -154,7 +164,7 @@ impl Scheduler {
         arrived: Instant,
         deadline: Option<Instant>,
         must_ask: bool,
-    ) -> Result<(Grant, Lease), ApiError> {
+    ) -> Result<Granted, ApiError> {
         let number = self.next_ask.fetch_add(1, Ordering::Relaxed);
         ask.ask = number;
         ask.spent_ms = spent_ms(arrived);
@@ -252,19 +262,15 @@ impl Scheduler {
 
     /// Places it without asking, where there is room for it. What is placed is written down under the same lock by which
     /// shares are taken in: the scheduler hears of it before it hears that a later share is known.
-    fn place_within_shares(
-        self: &Arc<Self>,
-        state: &mut State,
-        ask: &mut Ask,
-        arrived: Instant,
-    ) -> Option<(Grant, Lease)> {
+    fn place_within_shares(self: &Arc<Self>, state: &mut State, ask: &mut Ask, arrived: Instant) -> Option<Granted> {
         if state.away_since.is_some_and(|since| since.elapsed() > SHARES_LAST) {
             return None;
         }
         let (grant, taken) = state.shares.place(ask)?;
         let worker = taken.worker();
+        let running = running(ask, &grant).next()?;
         let held = Held {
-            running: running(ask, &grant),
+            running,
             taken: Some(taken),
         };
         let placed = Placed {
@@ -281,7 +287,11 @@ impl Scheduler {
             arrived,
             released: false,
         };
-        Some((grant, lease))
+        Some(Granted {
+            grant,
+            lease,
+            prefill: None,
+        })
     }
 
     async fn keep(self: Arc<Self>) {
@@ -400,28 +410,35 @@ impl Scheduler {
     }
 
     fn granted(self: &Arc<Self>, ask: u64, grant: Grant) {
-        let mut lease = Lease {
+        let lease = |id| Lease {
             scheduler: self.clone(),
-            id: grant.lease,
+            id,
             arrived: Instant::now(),
             released: false,
+        };
+        let mut granted = Granted {
+            lease: lease(grant.lease),
+            prefill: grant.prefill.as_ref().map(|prefill| lease(prefill.lease)),
+            grant,
         };
         let answer = {
             let mut state = self.state.lock();
             let waiting = state.asks.remove(&ask);
             if let Some(waiting) = &waiting {
-                lease.arrived = waiting.arrived;
-                let held = Held {
-                    running: running(&waiting.ask, &grant),
-                    taken: None,
-                };
-                state.leases.insert(grant.lease, held);
+                granted.lease.arrived = waiting.arrived;
+                if let Some(prefill) = &mut granted.prefill {
+                    prefill.arrived = waiting.arrived;
+                }
+                for running in running(&waiting.ask, &granted.grant) {
+                    let held = Held { running, taken: None };
+                    state.leases.insert(held.running.lease, held);
+                }
             }
             waiting.map(|waiting| waiting.answer)
         };
-        // Nobody waits any more: the lease goes back by being dropped.
+        // Nobody waits any more: the leases go back by being dropped.
         if let Some(answer) = answer {
-            let _ = answer.send(Ok((grant, lease)));
+            let _ = answer.send(Ok(granted));
         }
     }
 
@@ -498,16 +515,20 @@ impl Drop for Lease {
     }
 }
 
-fn running(ask: &Ask, grant: &Grant) -> RunningLease {
-    RunningLease {
-        lease: grant.lease,
-        instance_id: grant.instance_id.clone(),
+/// What a grant lets run: the answer, and where it is another worker's, the prompt.
+fn running<'a>(ask: &'a Ask, grant: &'a Grant) -> impl Iterator<Item = RunningLease> + 'a {
+    let running = |lease, instance_id: &String, max_tokens, booking| RunningLease {
+        lease,
+        instance_id: instance_id.clone(),
         request_id: ask.request_id.clone(),
         tenant: ask.tenant.clone(),
         prompt_tokens: ask.prompt_tokens,
-        max_tokens: ask.max_tokens,
-        booking: ask.booking,
-    }
+        max_tokens,
+        booking,
+    };
+    let prefill = grant.prefill.as_ref();
+    let prompt = prefill.map(move |prefill| running(prefill.lease, &prefill.instance_id, 1, 0));
+    std::iter::once(running(grant.lease, &grant.instance_id, ask.max_tokens, ask.booking)).chain(prompt)
 }
 
 fn away() -> ApiError {

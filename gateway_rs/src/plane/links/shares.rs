@@ -9,7 +9,7 @@ use std::{
 
 use headrace_core::{
     blocks::Blocks,
-    credits::{Holder, Outlook, Room, Taken},
+    credits::{Holder, Outlook, Prompt, Room, Taken},
     index::{marks, Expected, Overlap, WorkerId},
     scheduler::{events::Link, leases::expected_kv_tokens},
 };
@@ -118,6 +118,7 @@ impl Shares {
             decoding: share.decoding,
             waiting: share.waiting,
             ahead_ms: share.ahead_ms.map(f64::from),
+            ask_from_tokens: share.ask_from_tokens,
         };
         if share.number == 0 {
             self.holder.hear(share.worker, outlook);
@@ -155,9 +156,17 @@ impl Shares {
         // The first pool only: whether a later one will do is the scheduler's to say.
         let pool = ask.pools.first()?;
         let hits = self.hits(ask);
-        let taken = self
-            .holder
-            .place(pool, ask.prompt_tokens, room, &hits, &avoid, &mut self.rng)?;
+        let taken = self.holder.place(
+            pool,
+            Prompt {
+                tokens: ask.prompt_tokens,
+                may_part: ask.may_part,
+            },
+            room,
+            &hits,
+            &avoid,
+            &mut self.rng,
+        )?;
         let Some(worker) = self.workers.get(&taken.worker) else {
             self.holder.give_back(taken);
             return None;

@@ -23,8 +23,8 @@ use tonic::Streaming;
 use super::{channel, scheduler::Lease, Outbox, MAX_MESSAGE_BYTES};
 use crate::plane::tls::Tls;
 use crate::proto::{
-    worker_service_client::WorkerServiceClient, Cancel, ModelDescription, Outcome, RunHello, RunRequest, RunResponse,
-    Submit, TokenDelta, Usage,
+    worker_service_client::WorkerServiceClient, Cancel, ModelDescription, Outcome, Proceed, RunHello, RunRequest,
+    RunResponse, Submit, TokenDelta, Usage,
 };
 
 /// Decides whether a worker that has introduced itself may be used; the error says why not.
@@ -75,6 +75,8 @@ struct Mail {
     choices_left: u32,
     last_outcome: i32,
     books: Books,
+    /// Another worker has computed the prompt, and said what of it was reused.
+    begun: bool,
 }
 
 /// What a run has cost so far.
@@ -316,7 +318,10 @@ async fn release_unattended(mailbox: Arc<Mailbox>) {
 
 impl Mail {
     /// Takes a delta in; true when the run is over with it.
-    fn take(&mut self, delta: TokenDelta, now: Instant, max_unread_tokens: usize) -> bool {
+    fn take(&mut self, mut delta: TokenDelta, now: Instant, max_unread_tokens: usize) -> bool {
+        if self.begun {
+            delta.cached_prompt_tokens = None;
+        }
         let said = self.books.completion_tokens;
         self.books.completion_tokens += delta.ids.len() as u32;
         if let Some(cached) = delta.cached_prompt_tokens {
@@ -409,6 +414,28 @@ impl Run {
             return Poll::Pending;
         }
         Poll::Ready(mail.end.clone())
+    }
+
+    /// Tells how its answer begins, when its prompt was another worker's: with these ids, whose KV is to be had by that
+    /// reference; no ids = not at all, and all is computed here.
+    pub fn proceed(&mut self, ids: Vec<u32>, kv_reference: String, cached_prompt_tokens: u32) {
+        // What it did before was to wait.
+        self.submitted = Instant::now();
+        let mut mail = self.mailbox.0.lock();
+        if !ids.is_empty() {
+            mail.begun = true;
+            mail.books.first.get_or_insert(self.submitted);
+            mail.books.completion_tokens += ids.len() as u32;
+            mail.books.cached_prompt_tokens = cached_prompt_tokens;
+        }
+        drop(mail);
+        let proceed = Proceed {
+            request: self.request,
+            epoch: self.epoch,
+            ids,
+            kv_reference,
+        };
+        self.link.outbox.add(64, |message| message.proceeds.push(proceed));
     }
 
     /// Stops one choice of several; the others go on.

@@ -7,7 +7,7 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 
 use super::*;
 use crate::{
-    credits::{Holder, Room, Taken},
+    credits::{Holder, Prompt, Room, Taken},
     scheduler::leases::kv_tokens,
 };
 
@@ -61,7 +61,7 @@ impl World {
                     slots: SLOTS as u32,
                     ..Description::default()
                 },
-                startup_s: 0.0,
+                ..WorkerHello::default()
             };
             let hello = Box::new(hello);
             world.step(Event::WorkerJoined { link, hello });
@@ -156,9 +156,17 @@ impl World {
             choices,
             kv_tokens: kv_tokens(&ask),
         };
-        let taken = router
-            .holder
-            .place("pool", 10, room, &BTreeMap::new(), &BTreeSet::new(), &mut self.dice);
+        let taken = router.holder.place(
+            "pool",
+            Prompt {
+                tokens: 10,
+                may_part: false,
+            },
+            room,
+            &BTreeMap::new(),
+            &BTreeSet::new(),
+            &mut self.dice,
+        );
         let Some(taken) = taken else {
             router.asked.insert(ask.number, choices);
             router.outgoing.push_back(Event::Asked { link: router.link, ask });

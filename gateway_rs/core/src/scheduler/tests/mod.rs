@@ -4,15 +4,16 @@
 //! asks, limits kept, loads true. [`Bench::run`] takes one command:
 //!
 //! ```text
-//! worker NAME [state= pool= instance= slots= context= kv_blocks= model=]   joins and reports (state= : does not report)
+//! worker NAME [state= pool= instance= slots= context= kv_blocks= model= role= tag=]   joins and reports (state= : does not)
 //! report NAME [state= slots= kv_blocks_used= waiting_prompt_tokens=]       lose NAME
 //! router NAME                                                              router-lost NAME
-//! ask N [router= pools= prompt= cls= left_s= n= avoid= max_tokens= expect= tenant= ttft= tpot= blocks=]
+//! ask N [router= pools= prompt= cls= left_s= n= avoid= max_tokens= expect= tenant= ttft= tpot= blocks= part= epoch=]
 //! withdraw N [router=]    progress N [router= tokens=]    release N [router= prompt= tokens=]
 //! +SECONDS                workers report meanwhile     +SECONDS silent
 //! ```
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod apart;
 mod lending;
 mod policy;
 mod prefixes;
@@ -28,8 +29,8 @@ use std::{
 use super::{
     actions::{Action, Grant, Refusal},
     events::{
-        Ask, Books, Class, Description, Event, LeaseId, Link, Load, Outcome, RunningLease, StepReport, WorkerHello,
-        WorkerState,
+        Ask, Books, Capabilities, Class, Description, Event, LeaseId, Link, Load, Outcome, Role, RunningLease,
+        StepReport, WorkerHello, WorkerState,
     },
     Core, Policy,
 };
@@ -275,9 +276,20 @@ impl Bench {
                 context_tokens: words.number("context", 1000),
                 kv_blocks: words.number("kv_blocks", 0),
                 block_tokens: 16,
+                capabilities: Capabilities {
+                    kv_handoff: true,
+                    ..Capabilities::default()
+                },
+                kv_state_tag: words.text("tag", "t").into(),
                 ..Description::default()
             },
             startup_s: 1.0,
+            role: match words.text("role", "") {
+                "prefill" => Role::Prefill,
+                "decode" => Role::Decode,
+                _ => Role::Both,
+            },
+            kv_token_bytes: words.number("kv_token_bytes", 1024),
         };
         self.step(Event::WorkerJoined {
             link,
@@ -372,6 +384,8 @@ impl Bench {
                 .cloned()
                 .collect(),
             expected_output_tokens: words.number("expect", 0),
+            may_part: words.number("part", 0) == 1,
+            epoch: words.number("epoch", 1),
             tenant: words.text("tenant", "").into(),
             ttft_target_s: words.options.get("ttft").map(|value| value.parse().unwrap()),
             tpot_target_s: words.options.get("tpot").map(|value| value.parse().unwrap()),

@@ -281,7 +281,7 @@ fn a_search_does_not_grow_with_the_fleet() {
                     block_tokens: 16,
                     ..Description::default()
                 },
-                startup_s: 0.0,
+                ..WorkerHello::default()
             };
             core.step(
                 0.0,

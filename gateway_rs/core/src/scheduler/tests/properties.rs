@@ -6,12 +6,13 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::scheduler::PASS_LIMIT;
+use crate::scheduler::{Disaggregation, PASS_LIMIT};
 
 const ROUTERS: [&str; 2] = ["r", "s"];
 /// Each worker serves one pool.
 const WORKERS: [(&str, &str); 4] = [("A", "p"), ("B", "p"), ("C", "p"), ("D", "q")];
 const POOLS: [&str; 5] = ["p", "q", "p,q", "q,p", "nowhere,p"];
+const ROLES: [&str; 4] = ["both", "both", "prefill", "decode"];
 const STATES: [&str; 6] = ["ready", "ready", "ready", "starting", "draining", "unhealthy"];
 
 /// One random thing; numbers choose among what is there.
@@ -22,6 +23,7 @@ enum Move {
         slots: u32,
         context: u32,
         kv_blocks: u32,
+        role: usize,
     },
     WorkerReports {
         which: usize,
@@ -70,8 +72,10 @@ fn any_move() -> impl Strategy<Value = Move> {
     let which = 0..1000_usize;
     let one_of = |values: &'static [u32]| proptest::sample::select(values);
     prop_oneof![
-        2 => (0..4_usize, 1..5_u32, one_of(&[50, 200]), one_of(&[0, 8, 20]))
-            .prop_map(|(worker, slots, context, kv_blocks)| Move::WorkerJoins { worker, slots, context, kv_blocks }),
+        2 => (0..4_usize, 1..5_u32, one_of(&[50, 200]), one_of(&[0, 8, 20]), 0..ROLES.len())
+            .prop_map(|(worker, slots, context, kv_blocks, role)| Move::WorkerJoins {
+                worker, slots, context, kv_blocks, role
+            }),
         3 => (which.clone(), 0..STATES.len(), 0..21_u32, 0..101_u32, 0..5_u32)
             .prop_map(|(which, state, used, waiting, slots)| Move::WorkerReports { which, state, used, waiting, slots }),
         1 => which.clone().prop_map(|which| Move::WorkerLost { which }),
@@ -122,10 +126,11 @@ impl Bench {
                 slots,
                 context,
                 kv_blocks,
+                role,
             } => {
-                let (name, pool) = WORKERS[worker];
+                let ((name, pool), role) = (WORKERS[worker], ROLES[role]);
                 self.run(&format!(
-                    "worker {name} state= pool={pool} slots={slots} context={context} kv_blocks={kv_blocks}"
+                    "worker {name} state= pool={pool} slots={slots} context={context} kv_blocks={kv_blocks} role={role}"
                 ));
             }
             Move::WorkerReports {
@@ -173,7 +178,8 @@ impl Bench {
                     .join(",");
                 let left = left_s.map(|left_s| format!("left_s={left_s}")).unwrap_or_default();
                 self.run(&format!(
-                    "ask {number} router={router} cls={class} pools={pools} prompt={prompt} n={n} avoid={avoid} {left}"
+                    "ask {number} router={router} cls={class} pools={pools} prompt={prompt} n={n} avoid={avoid} part={} {left}",
+                    number % 2
                 ));
             }
             Move::Withdraw { which } => {
@@ -286,9 +292,14 @@ proptest! {
         settled in any::<bool>(),
         max_queued in proptest::sample::select(vec![0, 2, 30]),
         queue_factor in proptest::sample::select(vec![1.0, 1.5]),
+        disaggregation in proptest::sample::select(vec![
+            Disaggregation::Always, Disaggregation::Always, Disaggregation::Auto, Disaggregation::Off
+        ]),
         moves in prop::collection::vec(any_move(), 1..60),
     ) {
-        let policy = Policy { max_queued, queue_factor, ..policy() };
+        let policy = Policy {
+            max_queued, queue_factor, disaggregation, disaggregation_min_tokens: 20, ..policy()
+        };
         let mut bench = Bench::unsettled(policy, seed);
         if settled {
             bench.advance(bench.policy.silence_s());
