@@ -127,6 +127,9 @@ def up(
     config: ConfigFile = None,
     overrides: Overrides = None,
     workers: Annotated[int, typer.Option(help="Workers to start.")] = 1,
+    prefill_workers: Annotated[
+        int, typer.Option(help="Workers beside those, that only compute long prompts, for the others to answer.")
+    ] = 0,
     engine: Annotated[
         str,
         typer.Option(
@@ -160,7 +163,7 @@ def up(
     effective = one_box.effective_config(
         config, overrides or (), model=model, engine=engine, http_port=http_port, grpc_port=grpc_port
     )
-    plan = one_box.Plan(effective, workers=workers, log_dir=log_dir)
+    plan = one_box.Plan(effective, workers=workers, prefill_workers=prefill_workers, log_dir=log_dir)
     view = UpView(quiet=quiet or as_json, json_line=(lambda mesh: json.dumps(mesh.to_dict())) if as_json else None)
     try:
         asyncio.run(one_box.run(plan, view))
@@ -395,6 +398,18 @@ def sim(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each kind, with seeds 1, 2, ...")] = 1,
     staleness_ms: Annotated[float, typer.Option(min=0, help="Mean age of what is known of workers.")] = 0.0,
+    prefill_workers: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0,
+            help="Of each kind, workers that compute prompts only, for others to answer; repeated to compare fleets.",
+            show_default="0",
+        ),
+    ] = None,
+    disaggregation: Annotated[
+        str, typer.Option(help="When they are used: auto = where that delays least, always, or off.")
+    ] = "auto",
+    network_gbps: Annotated[float, typer.Option(min=0.001, help="Gbit/s of each worker, for KV.")] = 100.0,
     kv_blocks: Annotated[int, typer.Option(min=0, help="KV blocks of a worker; 0 = as the cost table says.")] = 0,
     host_blocks: Annotated[int, typer.Option(min=0, help="KV blocks that a worker keeps in host memory.")] = 0,
     order: Annotated[str, typer.Option(help="Whose prompt first: fcfs, edf, sjf or shortest_output.")] = "edf",
@@ -443,7 +458,12 @@ def sim(
     if closed_loop:
         workload = workload.with_sessions()
     groups = [
-        {**simulator.parse_group(each, workers), "kv_blocks": kv_blocks, "host_blocks": host_blocks}
+        {
+            **simulator.parse_group(each, workers),
+            "kv_blocks": kv_blocks,
+            "host_blocks": host_blocks,
+            "network_gb_per_s": network_gbps / 8,
+        }
         for each in gpu or ("a100-llama3-8b",)
     ]
     settings = {
@@ -456,8 +476,16 @@ def sim(
         "ttft_target_s": ttft_target_ms / 1000,
         "tpot_target_s": tpot_target_ms / 1000,
         "faults": [simulator.parse_fault(each) for each in fail or ()],
+        "scheduler": {"disaggregation": disaggregation},
     }
-    plan = simulator.Plan(workload, policies, tuple(load or (1.0,)), tuple(range(1, seeds + 1)), settings)
+    plan = simulator.Plan(
+        workload,
+        policies,
+        tuple(load or (1.0,)),
+        tuple(range(1, seeds + 1)),
+        settings,
+        prefill_workers=tuple(prefill_workers or (0,)),
+    )
     try:
         with SimProgress(plan, quiet=quiet or as_json) as progress:
             results = simulator.run(plan, progress, keep_ttft=plot is not None)

@@ -50,7 +50,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of an experiment: each policy at each load with each seed."""
+    """All runs of an experiment: each policy with each fleet at each load with each seed."""
 
     workload: Workload
     policies: tuple[str, ...]
@@ -58,11 +58,23 @@ class Plan:
     seeds: tuple[int, ...]
     #: Of a run, as the simulator's settings are written; policy, speed and seed are set for each.
     settings: dict[str, Any] = field(default_factory=dict)
+    #: Of each group's workers, those that compute prompts only: a fleet for each number.
+    prefill_workers: tuple[int, ...] = (0,)
 
     @property
     def runs(self) -> int:
         """How many."""
-        return len(self.policies) * len(self.loads) * len(self.seeds)
+        return len(self.policies) * len(self.prefill_workers) * len(self.loads) * len(self.seeds)
+
+    def kinds(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each policy with each fleet, by a name for people, and the settings that make it."""
+        for policy, prefill in itertools.product(self.policies, self.prefill_workers):
+            name = f"{policy} {prefill}p" if self.prefill_workers != (0,) else policy
+            settings = {**self.settings, "policy": policy}
+            if prefill:
+                groups = settings.get("groups", [{}])
+                settings["groups"] = [{**group, "prefill_workers": prefill} for group in groups]
+            yield name, settings
 
 
 #: The figures of a run that are averaged, and where the summary has them.
@@ -78,12 +90,13 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "hit": ("hit",),
     "output_tokens_per_s": ("output_tokens_per_s",),
     "preemptions": ("preemptions",),
+    "parted": ("parted",),
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """What one policy did at one load, over seeds."""
+    """What one policy did at one load, over seeds. Where fleets are compared, its name says which."""
 
     policy: str
     load: float
@@ -143,12 +156,12 @@ def run(plan: Plan, progress: Callable[[int, int], object] | None = None, *, kee
     done = 0
     points: list[Point] = []
     goodput: dict[str, list[list[float]]] = {}
-    for policy in plan.policies:
+    for policy, of_policy in plan.kinds():
         for load in plan.loads:
             summaries: list[dict[str, Any]] = []
             ttft_s: list[float] = []
             for seed in plan.seeds:
-                settings = {**plan.settings, "policy": policy, "speed": load, "seed": seed}
+                settings = {**of_policy, "speed": load, "seed": seed}
                 before = done
 
                 def on_progress(ended: int, _all: int, before: int = before) -> None:

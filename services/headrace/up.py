@@ -202,16 +202,20 @@ class Plan:
     config: Config
     #: Of each model that is served.
     workers: int = 1
+    #: Beside those, for prompts only.
+    prefill_workers: int = 0
     #: None = a new temporary folder.
     log_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"--workers: must be at least 1, got {self.workers}")
+        if self.prefill_workers < 0:
+            raise ConfigError(f"--prefill-workers: must be at least 0, got {self.prefill_workers}")
+        count = (self.workers + self.prefill_workers) * len(self.config.served())
         worker = self.config.worker
         for key in ("address", "metrics_address", "advertise"):
             value = getattr(worker, key)
-            count = self.workers * len(self.config.served())
             if count > 1 and value and not value.endswith(":0"):
                 raise ConfigError(f"worker.{key}: {count} workers cannot share {value}; use port 0")
         if not worker.scheduler:
@@ -240,16 +244,21 @@ class Plan:
         settings = [f"router.scheduler={scheduler}"] + ([f"router.cache={cache}"] if router.cache else [])
         names = {"http": "http_address", "grpc": "grpc_address"}
         specs = [self._service("router", settings, names, router.drain_grace_s + router.settle_s)]
-        models = [model for model in self.config.served() for _ in range(self.workers)]
-        for index, model in enumerate(models, 1):
+        served = self.config.served()
+        models = [(model, "worker") for model in served for _ in range(self.workers)]
+        prefill = [(model, "prefill") for model in served for _ in range(self.prefill_workers)]
+        for index, (model, kind) in [*enumerate(models, 1), *enumerate(prefill, 1)]:
             name = worker.worker_id or "worker"
             worker_id = name if worker.worker_id and len(models) == 1 else f"{name}-{index}"
+            if kind == "prefill":
+                worker_id = f"{worker.worker_id}-prefill-{index}" if worker.worker_id else f"prefill-{index}"
             settings = [f"worker.worker_id={worker_id}", f"worker.scheduler={scheduler}"]
+            settings += ["worker.role=prefill"] if kind == "prefill" else []
             settings += [f"worker.model={model}"] if model != worker.model else []
             settings += [f"worker.cache={cache}"] if worker.cache else []
             names = {"address": "address", "metrics": "metrics_address"}
             spec = self._service("worker", settings, names, worker.drain_grace_s, WORKER_READY_TIMEOUT_S)
-            specs.append(dataclasses.replace(spec, name=f"worker-{index}"))
+            specs.append(dataclasses.replace(spec, name=f"{kind}-{index}"))
         return specs
 
     @staticmethod

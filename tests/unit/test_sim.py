@@ -63,6 +63,21 @@ def test_every_policy_load_and_seed_is_run_and_told() -> None:
     assert json.dumps(again.to_dict()) == json.dumps(results.to_dict())
 
 
+def test_fleets_with_and_without_workers_for_prompts_compare_in_one_run() -> None:
+    plan = small_plan(
+        workload=sim.make_workload({**SMALL, "prompt_tokens": 4000}, 1),
+        policies=("marginal_delay",),
+        loads=(1.0,),
+        prefill_workers=(0, 1),
+        settings={"groups": [{"workers": 4}], "scheduler": {"disaggregation": "always"}},
+    )
+    together, apart = sim.run(plan).points
+    assert (together.policy, apart.policy) == ("marginal_delay 0p", "marginal_delay 1p")
+    assert together.figures["parted"].mean == 0
+    assert 0 < apart.figures["parted"].mean <= 300
+    assert apart.figures["tpot_p99_s"].mean < together.figures["tpot_p99_s"].mean
+
+
 def test_progress_may_end_the_runs() -> None:
     class Enough(Exception):
         pass

@@ -612,6 +612,17 @@ def test_a_plan_that_cannot_be(settings: list[str], workers: int, message: str) 
         Plan(up.effective_config(None, settings), workers=workers)
 
 
+def test_workers_for_prompts_are_beside_the_others() -> None:
+    specs = Plan(up.effective_config(None), workers=2, prefill_workers=1).outer_specs("a:1", "b:2")
+    assert [spec.name for spec in specs] == ["router", "worker-1", "worker-2", "prefill-1"]
+    assert ["worker.role=prefill" in spec.settings for spec in specs] == [False, False, False, True]
+    assert "worker.worker_id=prefill-1" in specs[3].settings
+    with pytest.raises(ConfigError, match="2 workers cannot share"):
+        Plan(up.effective_config(None, ["worker.address=127.0.0.1:9"]), prefill_workers=1)
+    with pytest.raises(ConfigError, match="--prefill-workers: must be at least 0"):
+        Plan(up.effective_config(None), prefill_workers=-1)
+
+
 def test_a_configured_worker_name_is_kept() -> None:
     config = up.effective_config(None, ["worker.worker_id=w"])
     one = Plan(config).outer_specs("a:1", "b:2")
