@@ -206,19 +206,10 @@ impl Answer {
         self.choices.iter().all(|choice| choice.finish.is_some())
     }
 
-    /// "length" when any choice was cut, "tool_calls" when any called tools, else "stop".
-    pub fn outcome(&self) -> &'static str {
-        let any = |outcome| {
-            let of = |choice: &Choice| choice.finish.as_ref().is_some_and(|finish| finish.outcome == outcome);
-            self.choices.iter().any(of)
-        };
-        if any(Outcome::Length) {
-            "length"
-        } else if any(Outcome::ToolCalls) {
-            "tool_calls"
-        } else {
-            "stop"
-        }
+    /// How it ended: see [`outcome_of_all`].
+    pub fn outcome(&self) -> Outcome {
+        let finishes = self.choices.iter().filter_map(|choice| choice.finish.as_ref());
+        outcome_of_all(finishes.map(|finish| finish.outcome))
     }
 
     /// Whether that choice is over.
@@ -298,6 +289,15 @@ impl Answer {
             })
             .collect()
     }
+}
+
+/// Of several that ended well: length when any was cut, tool calls when any called tools, else stop.
+pub fn outcome_of_all(each: impl Iterator<Item = Outcome>) -> Outcome {
+    each.fold(Outcome::Stop, |all, one| match (all, one) {
+        (Outcome::Length, _) | (_, Outcome::Length) => Outcome::Length,
+        (Outcome::ToolCalls, _) | (_, Outcome::ToolCalls) => Outcome::ToolCalls,
+        _ => Outcome::Stop,
+    })
 }
 
 impl Choice {
@@ -631,6 +631,16 @@ mod tests {
             (seen.text.as_str(), seen.finish.unwrap().outcome),
             (&said[..20], Outcome::Length)
         );
+        // All choices together are what a request is booked as.
+        let mut both = Answer::new(&toy(), 2, with_tools(500, false));
+        for (choice, said) in [(0, ids.clone()), (1, vec![EOS])] {
+            let delta = TokenDelta {
+                choice,
+                ..delta(0, &said)
+            };
+            both.push(&delta, &mut Seen::default()).unwrap();
+        }
+        assert_eq!(both.outcome(), Outcome::ToolCalls);
         // One call is enough.
         let (seen, tokens) = answer(&[&ids], with_tools(500, true));
         assert_eq!(

@@ -24,7 +24,7 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 use headrace_core::routing::{refusal::is_refusal, rollout::Ended};
 
 use super::{
-    answer::{prompt_entries, Answer, Ending, Entry, Finish, Sink},
+    answer::{outcome_of_all, prompt_entries, Answer, Ending, Entry, Finish, Sink},
     booking::Booking,
     config::Escalate,
     legs::{Legs, Prefill},
@@ -45,6 +45,7 @@ use super::{
 use crate::{
     blocks,
     error::{ApiError, ErrorCode},
+    ledger::outcome_name,
     proto::{
         self,
         kv_handoff::{Fetch, Produce, Role},
@@ -369,8 +370,8 @@ impl Generation {
                     self.over = true;
                     self.account();
                     self.shadow();
-                    let cut = self.parts.iter().any(|part| part.answer.outcome() == "length");
-                    self.open.end(if cut { "length" } else { "stop" });
+                    let outcome = outcome_of_all(self.parts.iter().map(|part| part.answer.outcome()));
+                    self.open.end(outcome_name(outcome));
                 }
                 Step::Failed(error) => {
                     self.over = true;
@@ -1187,7 +1188,7 @@ impl Part {
         }
         match self.answer.is_done() {
             true => {
-                self.settle(self.ended());
+                self.settle(self.answer.outcome());
                 Ok(())
             }
             false => Err(internal("the cached answer has no end")),
@@ -1197,7 +1198,7 @@ impl Part {
     /// Every choice has ended: the worker is told if it doesn't know, and the answer may be given again.
     fn finish(&mut self) {
         self.stop_run(Outcome::Stop);
-        self.settle(self.ended());
+        self.settle(self.answer.outcome());
         // An answer of another variant is not what was asked for under that name.
         let own = self.pool == self.shared.model.name;
         if let Some(lead) = self.lead.take().filter(|_| own) {
@@ -1260,14 +1261,6 @@ impl Part {
             choices: vec![choice; self.shared.request.sampling.n as usize],
         };
         self.state = State::Opening(Box::pin(async move { Ok(Opened::Replay(answer, Origin::Configured)) }));
-    }
-
-    /// How the answer ended, when it did.
-    fn ended(&self) -> Outcome {
-        match self.answer.outcome() {
-            "length" => Outcome::Length,
-            _ => Outcome::Stop,
-        }
     }
 
     /// Into the books with it, once.
