@@ -14,6 +14,7 @@ import pytest
 from tests.support.fake_router import FakeHttpRouter, FakeRouter
 
 from headrace import cli, config
+from headrace.cli import services
 from headrace.config import Config
 
 TIMEOUT_S = 60.0
@@ -117,7 +118,7 @@ def test_a_bug_stays_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(cli, "_load", broken)
+    monkeypatch.setattr(services, "load", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["config"])
 

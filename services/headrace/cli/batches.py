@@ -13,33 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.options import Authority, Certificate, ClientConfigFile, Json, Key, Quiet, client_tls, interrupt
+
 if TYPE_CHECKING:
     from headrace.batches.client import BatchClient
 
 app = typer.Typer(help="Batch work: files of requests, answered behind everything else.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option(help="The router's native gRPC API; grpcs://HOST:PORT with TLS.")]
-ClientConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", "-c", envvar="HEADRACE_CONFIG", help="The mesh's TOML file, for its [tls].", show_default="none"
-    ),
-]
-Authority = Annotated[
-    Path | None,
-    typer.Option(
-        "--ca", metavar="FILE", help="TLS: who may have issued the server's certificate.", show_default="public ones"
-    ),
-]
-Certificate = Annotated[
-    Path | None,
-    typer.Option("--cert", metavar="FILE", help="TLS: certificate to show to the server.", show_default="none"),
-]
-Key = Annotated[
-    Path | None, typer.Option("--key", metavar="FILE", help="TLS: its private key.", show_default="the --cert file")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what went wrong.")]
 BatchId = Annotated[str, typer.Argument(help="The batch.", metavar="ID")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where answers go, a line each.")]
 Errors = Annotated[
@@ -60,7 +41,6 @@ def _with_client(
     """Do it with a client at the target. Raises ClientError in words that say what to do."""
     from headrace import chat
     from headrace.batches.client import BatchClient
-    from headrace.cli import client_tls
     from headrace.client import Client, ClientError, grpc_target
     from headrace.config import split_address
 
@@ -105,7 +85,6 @@ def run_batch(
     --detach it runs on by itself.
     """
     from headrace.batches import command
-    from headrace.cli import interrupt
     from headrace.errors import ConfigError
     from headrace.terminal import BatchProgress
 

@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.options import Json
+
 app = typer.Typer(help="Names that several variants serve: who answers what, and how well.", no_args_is_help=True)
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", "-c", envvar="HEADRACE_CONFIG", help="TOML file with [[aliases]].", show_default="none"),
+    typer.Option("--config", "-c", envvar="HEADRACE_CONFIG", help="TOML file that names aliases.", show_default="none"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
 @app.command()
