@@ -10,7 +10,8 @@
 use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::request::{Guided, Prompt, Request, ToolChoice};
+use crate::request::{Prompt, Request, ToolChoice};
+use crate::schema::Guided;
 
 /// The name of no block: the parent of the first one.
 pub const NO_PARENT: u64 = 0;

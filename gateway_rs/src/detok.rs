@@ -1,4 +1,4 @@
-//! Token ids to text, one at a time: what a stream shows of an answer, as soon as it can be shown.
+//! Token ids to text: all at once, or one at a time, which is what a stream shows of an answer as soon as it can be shown.
 //!
 //! A token may end within a character. [`StreamDecoder`] keeps those bytes (three at most) until the character is
 //! complete or can't be completed any more; everything else leaves at once. Stop strings, deltas and log probabilities
@@ -181,9 +181,34 @@ impl Edge {
     }
 }
 
+impl Tokenizer {
+    /// The text of `ids`.
+    ///
+    /// The same as Hugging Face `decode`, but that in a byte-level vocabulary a skipped special token ends a character in
+    /// the making. A [`StreamDecoder`] gives the same, but what it has shown of a run of byte tokens before it turned out
+    /// to be no UTF-8 stands.
+    #[must_use]
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        if let Some(text) = self.decoded_by_reference(ids, skip_special) {
+            return text;
+        }
+        let pieces = self.pieces();
+        if pieces.has_byte_tokens() {
+            return decode_with_byte_runs(pieces, ids, skip_special);
+        }
+        let mut text = String::with_capacity(ids.len() * 5);
+        let mut decoder = StreamDecoder::from_table(Arc::clone(pieces), skip_special);
+        for id in ids {
+            decoder.push(*id, &mut text);
+        }
+        decoder.finish(&mut text);
+        text
+    }
+}
+
 /// The text of all ids over a table with byte tokens. A run of these is text if all of it is UTF-8; else each of them is one
 /// U+FFFD.
-pub(crate) fn decode_with_byte_runs(table: &TokenTable, ids: &[u32], skip_special: bool) -> String {
+fn decode_with_byte_runs(table: &TokenTable, ids: &[u32], skip_special: bool) -> String {
     fn end(run: &mut Vec<u8>, text: &mut String) {
         match std::str::from_utf8(run) {
             Ok(whole) => text.push_str(whole),

@@ -7,6 +7,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use serde_json::Value;
+
 /// Why a request was refused or failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(i32)]
@@ -353,6 +355,18 @@ impl fmt::Display for ApiError {
 }
 
 impl std::error::Error for ApiError {}
+
+/// What a JSON value is, in JSON's own words.
+pub(crate) fn type_name(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
 
 /// A client's own words, quoted and cut so that an error stays readable.
 pub(crate) fn shorten(text: &str) -> String {

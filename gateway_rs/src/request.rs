@@ -12,8 +12,8 @@ use std::time::Duration;
 use headrace_core::routing::choice::Wish;
 use serde_json::{Map, Value};
 
-use crate::error::{shorten, ApiError, ErrorCode};
-use crate::schema;
+use crate::error::{shorten, type_name, ApiError, ErrorCode};
+use crate::schema::{self, Guided};
 use crate::tools::{self, ToolFormat, ToolRules};
 
 /// By which interface a request came in. Decides nothing but how fields are called and which defaults apply.
@@ -270,18 +270,6 @@ pub fn parse_arguments(text: &str, param: &str) -> Result<Map<String, Value>, Ap
     }
 }
 
-/// What a JSON value is, in JSON's own words.
-pub(crate) fn type_name(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "an array",
-        Value::Object(_) => "an object",
-    }
-}
-
 /// A chat as the native door has it, before it is put in normal form.
 #[derive(Clone, Debug, Default)]
 pub struct RawChat {
@@ -512,21 +500,6 @@ pub struct Stopping {
     pub stop_ids: Vec<u32>,
     /// Leave the stop string in the answer.
     pub include_stop: bool,
-}
-
-/// What the answer must look like.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Guided {
-    /// A JSON schema, as JSON text.
-    JsonSchema(String),
-    /// Any JSON object.
-    JsonObject,
-    /// A regular expression.
-    Regex(String),
-    /// A grammar in GBNF.
-    Grammar(String),
-    /// One of these texts.
-    Choice(Vec<String>),
 }
 
 /// What the client said of the use of its tools.

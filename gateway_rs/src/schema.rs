@@ -11,8 +11,22 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use serde_json::{Map, Value};
 
-use crate::error::{shorten, ApiError};
-use crate::request::{type_name, Guided};
+use crate::error::{shorten, type_name, ApiError};
+
+/// What the answer must look like.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Guided {
+    /// A JSON schema, as JSON text.
+    JsonSchema(String),
+    /// Any JSON object.
+    JsonObject,
+    /// A regular expression.
+    Regex(String),
+    /// A grammar in GBNF.
+    Grammar(String),
+    /// One of these texts.
+    Choice(Vec<String>),
+}
 
 /// Bounds on what a client may ask an engine to enforce.
 #[derive(Clone, Debug)]

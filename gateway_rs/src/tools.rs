@@ -833,7 +833,7 @@ mod tests {
 
     #[test]
     fn what_is_required_can_be_enforced() {
-        use crate::{request::Guided, schema};
+        use crate::schema::{self, Guided};
         let tools = [
             serde_json::json!({"type": "function", "function": {"name": "f", "parameters": {
                 "type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"],

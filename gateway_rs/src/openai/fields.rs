@@ -3,8 +3,9 @@
 use headrace_core::routing::choice::Wish;
 use serde_json::{Map, Value};
 
-use crate::error::{shorten, ApiError, ErrorCode};
-use crate::request::{deadline_from_ms, type_name, Class, Draft, Guided, GuidedDraft, ToolChoice};
+use crate::error::{shorten, type_name, ApiError, ErrorCode};
+use crate::request::{deadline_from_ms, Class, Draft, GuidedDraft, ToolChoice};
+use crate::schema::Guided;
 
 /// The fields of a body.
 pub(super) struct Fields(Map<String, Value>);

@@ -7,7 +7,8 @@ use serde_json::{json, Value};
 
 use super::{chat, completions, tokens};
 use crate::error::{ApiError, ErrorCode};
-use crate::request::{ChatMessage, Class, Content, Door, Guided, Limits, Prompt, Request, Role, ToolChoice};
+use crate::request::{ChatMessage, Class, Content, Door, Limits, Prompt, Request, Role, ToolChoice};
+use crate::schema::Guided;
 use crate::tools::ToolFormat;
 
 const CONTEXT: u32 = 64;

@@ -52,7 +52,8 @@ use crate::{
         place_request::Ask,
         KvHandoff, Outcome, Submit, TokenDelta, TraceContext,
     },
-    request::{Class, Door, Guided, Prompt, Request},
+    request::{Class, Door, Prompt, Request},
+    schema::Guided,
     stops::StopSet,
     tools::CallPart,
 };

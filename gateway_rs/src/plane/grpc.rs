@@ -23,7 +23,7 @@ use super::{
     log,
     metrics::Door as Entrance,
     model::Model,
-    open::OpenRequest,
+    open::{request_id, OpenRequest},
     opening::Opening,
     server::incoming,
     tenants::Tenant,
@@ -41,7 +41,8 @@ use crate::{
         GenerateResponse, ListModelsRequest, ListModelsResponse, ShowUsageRequest, ShowUsageResponse, TextLogprob,
         TextLogprobs, TokenizeRequest, TokenizeResponse, ToolCallPart, Usage,
     },
-    request::{ChatPrompt, Class, Door, Draft, Guided, GuidedDraft, Prompt, RawChat, RawMessage, ToolChoice},
+    request::{ChatPrompt, Class, Door, Draft, GuidedDraft, Prompt, RawChat, RawMessage, ToolChoice},
+    schema::Guided,
     tools::CallPart,
 };
 
@@ -172,7 +173,7 @@ impl InferenceService for Inference {
             .flatten()
             .min()
             .and_then(|left| arrived.checked_add(left));
-        let request_id = super::http::request_id(text(&metadata, "x-request-id"));
+        let request_id = request_id(text(&metadata, "x-request-id"));
         let started = Started {
             request_id: request_id.clone(),
             model: request.model.clone(),
@@ -248,7 +249,7 @@ impl InferenceService for Inference {
         };
         let result = async {
             let model = self.0.model_for(&tenant, &asked.model)?;
-            super::http::tokenize(&self.0, &model, prompt?).await
+            self.0.tokenize(&model, prompt?).await
         };
         let (ids, context_tokens) = result.await.map_err(|error| status(&error))?;
         Ok(Response::new(TokenizeResponse { ids, context_tokens }))
@@ -260,7 +261,7 @@ impl InferenceService for Inference {
         let result = self
             .0
             .model_for(&tenant, &asked.model)
-            .and_then(|model| super::http::detokenize(&model, &asked.ids, asked.skip_special));
+            .and_then(|model| model.detokenize(&asked.ids, asked.skip_special));
         let text = result.map_err(|error| status(&error))?;
         Ok(Response::new(DetokenizeResponse { text }))
     }

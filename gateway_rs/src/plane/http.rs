@@ -25,7 +25,7 @@ use super::{
     generation::{Call, Generation, Served, Step},
     metrics::Door,
     model::Model,
-    open::OpenRequest,
+    open::{request_id, OpenRequest},
     sse::{Collected, Events, SseBody},
     tenants::Tenant,
     usage, Plane,
@@ -37,7 +37,7 @@ use crate::{
         tokens::{detokenize_body, parse_detokenize, parse_tokenize, tokenize_body},
         write::AnswerKind,
     },
-    request::{deadline_from_text, ms_from_text, Draft, Prompt, TPOT_HEADER, TTFT_HEADER},
+    request::{deadline_from_text, ms_from_text, Draft, TPOT_HEADER, TTFT_HEADER},
 };
 
 type SharedPlane = State<Arc<Plane>>;
@@ -316,7 +316,7 @@ async fn wrap_tokenize(plane: Arc<Plane>, request: Request) -> Response {
         let body = read(&plane, &parts.headers, body).await?;
         let asked = plane.compute.run(body.len(), move || parse_tokenize(&body)).await?;
         let model = plane.model_for(&tenant, &asked.model)?;
-        tokenize(&plane, &model, asked.prompt).await
+        plane.tokenize(&model, asked.prompt).await
     };
     match result.await {
         Ok((ids, context_tokens)) => json(StatusCode::OK, tokenize_body(&ids, context_tokens)),
@@ -331,34 +331,12 @@ async fn wrap_detokenize(plane: Arc<Plane>, request: Request) -> Response {
         let tenant = identify(&plane, &parts.headers, &parts.extensions)?;
         let body = read(&plane, &parts.headers, body).await?;
         let asked = plane.compute.run(body.len(), move || parse_detokenize(&body)).await?;
-        detokenize(&*plane.model_for(&tenant, &asked.model)?, &asked.ids, false)
+        plane.model_for(&tenant, &asked.model)?.detokenize(&asked.ids, false)
     };
     match result.await {
         Ok(text) => json(StatusCode::OK, detokenize_body(&text)),
         Err(error) => failure(&error),
     }
-}
-
-/// The ids of a text or a chat, and the model's context. Texts may be longer than the context here, by a bounded factor.
-pub async fn tokenize(plane: &Plane, model: &Arc<Model>, prompt: Prompt) -> Result<(Vec<u32>, u32), ApiError> {
-    let context_tokens = plane.context_tokens(model);
-    let (model, most) = (model.clone(), context_tokens.saturating_mul(16));
-    let bytes = match &prompt {
-        Prompt::Text(text) => text.len(),
-        Prompt::Chat(_) | Prompt::Ids(_) => usize::MAX,
-    };
-    let work = move || model.encode_prompt(&prompt, most, "messages");
-    let ids = plane.compute.run(bytes, work).await?;
-    Ok((ids, context_tokens))
-}
-
-/// The text of ids. Errors: INVALID_ARGUMENT for an id that the model doesn't have.
-pub fn detokenize(model: &Model, ids: &[u32], skip_special: bool) -> Result<String, ApiError> {
-    if let Some(id) = ids.iter().find(|id| **id >= model.vocab_size) {
-        let message = format!("token id {id} is not below the vocabulary's size {}", model.vocab_size);
-        return Err(ApiError::invalid("tokens", message));
-    }
-    Ok(model.tokenizer.decode(ids, skip_special))
 }
 
 async fn models(State(plane): SharedPlane, request: Request) -> Response {
@@ -443,15 +421,6 @@ async fn metrics(State(plane): SharedPlane) -> Response {
     let kind = HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
     response.headers_mut().insert(CONTENT_TYPE, kind);
     response
-}
-
-/// The client's id for the request when it is one that may be written into a header and a log, else one of ours.
-pub fn request_id(asked: &str) -> String {
-    let usable = !asked.is_empty() && asked.len() <= 128 && asked.bytes().all(|byte| byte.is_ascii_graphic());
-    match usable {
-        true => asked.to_owned(),
-        false => format!("req-{:032x}", rand::random::<u128>()),
-    }
 }
 
 /// A header's value; empty when there is none.

@@ -60,7 +60,7 @@ use self::{
 use crate::{
     error::{ApiError, ErrorCode},
     proto::{fleet_view::Pool, ModelDescription},
-    request::{Draft, Limits},
+    request::{Draft, Limits, Prompt},
 };
 
 /// What all requests share.
@@ -221,6 +221,19 @@ impl Plane {
     /// The pool that serves a model, as the scheduler last described it.
     pub fn pool(&self, model: &str) -> Option<Arc<Pool>> {
         self.scheduler.pool(model)
+    }
+
+    /// The ids of a text or a chat, and the model's context. Texts may be longer than the context here, by a bounded factor.
+    pub async fn tokenize(&self, model: &Arc<Model>, prompt: Prompt) -> Result<(Vec<u32>, u32), ApiError> {
+        let context_tokens = self.context_tokens(model);
+        let (model, most) = (model.clone(), context_tokens.saturating_mul(16));
+        let bytes = match &prompt {
+            Prompt::Text(text) => text.len(),
+            Prompt::Chat(_) | Prompt::Ids(_) => usize::MAX,
+        };
+        let work = move || model.encode_prompt(&prompt, most, "messages");
+        let ids = self.compute.run(bytes, work).await?;
+        Ok((ids, context_tokens))
     }
 
     /// Prompt and answer together: what the model was made for, or less where its workers hold less.

@@ -139,6 +139,15 @@ impl Model {
             })
     }
 
+    /// The text of ids. Errors: INVALID_ARGUMENT for an id that the model doesn't have.
+    pub fn detokenize(&self, ids: &[u32], skip_special: bool) -> Result<String, ApiError> {
+        if let Some(id) = ids.iter().find(|id| **id >= self.vocab_size) {
+            let message = format!("token id {id} is not below the vocabulary's size {}", self.vocab_size);
+            return Err(ApiError::invalid("tokens", message));
+        }
+        Ok(self.tokenizer.decode(ids, skip_special))
+    }
+
     fn encode_at_most(&self, prompt: &Prompt, max_tokens: u32, param: &str) -> Result<Vec<u32>, Refused> {
         match prompt {
             Prompt::Ids(ids) => Ok(ids.clone()),

@@ -163,3 +163,12 @@ impl Drop for OpenRequest {
         self.end("cancelled");
     }
 }
+
+/// The client's id for the request when it is one that may be written into a header and a log, else one of ours.
+pub fn request_id(asked: &str) -> String {
+    let usable = !asked.is_empty() && asked.len() <= 128 && asked.bytes().all(|byte| byte.is_ascii_graphic());
+    match usable {
+        true => asked.to_owned(),
+        false => format!("req-{:032x}", rand::random::<u128>()),
+    }
+}

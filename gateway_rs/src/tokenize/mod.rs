@@ -8,7 +8,7 @@
 //!   there is none), `bpe` (merges).
 //! - [`pieces`]: the bytes of each id.
 //!
-//! Decoding one id at a time is [`crate::detok`].
+//! The way back, from ids to text, is [`crate::detok`].
 
 mod added;
 mod bpe;
@@ -36,7 +36,6 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 
 use self::fast::FastEncoder;
-use crate::detok::{self, StreamDecoder};
 use added::{AddedTokens, Part};
 use pieces::{ByteAlphabet, PieceEntry, TokenTable};
 use reference::Reference;
@@ -287,27 +286,11 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The text of `ids`.
-    ///
-    /// The same as Hugging Face `decode`, but that in a byte-level vocabulary a skipped special token ends a character in
-    /// the making. A [`StreamDecoder`] gives the same, but what it has shown of a run of byte tokens before it turned out
-    /// to be no UTF-8 stands.
-    #[must_use]
-    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+    /// The text of `ids` by the reference implementation, where its pieces alone don't make it.
+    pub(crate) fn decoded_by_reference(&self, ids: &[u32], skip_special: bool) -> Option<String> {
         match &self.decoder {
-            Decoder::Pieces if self.pieces.has_byte_tokens() => {
-                detok::decode_with_byte_runs(&self.pieces, ids, skip_special)
-            }
-            Decoder::Pieces => {
-                let mut text = String::with_capacity(ids.len() * 5);
-                let mut decoder = StreamDecoder::from_table(Arc::clone(&self.pieces), skip_special);
-                for id in ids {
-                    decoder.push(*id, &mut text);
-                }
-                decoder.finish(&mut text);
-                text
-            }
-            Decoder::Reference(reference) => reference.decode(ids, skip_special).unwrap_or_default(),
+            Decoder::Pieces => None,
+            Decoder::Reference(reference) => Some(reference.decode(ids, skip_special).unwrap_or_default()),
         }
     }
 

@@ -17,6 +17,7 @@ use super::fast::{is_inert, Cut};
 use super::reference::Reference;
 use super::scan::{expressions, Pattern};
 use super::*;
+use crate::detok::StreamDecoder;
 
 /// The model part of a tokenizer.json: byte-level BPE, 600 merges trained on the texts of the load check.
 static MODEL: LazyLock<Value> = LazyLock::new(|| {
