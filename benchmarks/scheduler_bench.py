@@ -1,7 +1,8 @@
 """Placements a second through the scheduler's own stream, and whether their cost grows with the fleet.
 
-The scheduler is a process of its own; this one stands for all others: so many workers that have joined and report at
-the heartbeat, and one router whose ``Place`` stream carries asks and releases by the hundred, as a busy router's does.
+The scheduler is a process of its own; this one stands for all others: so many workers that have joined and report as
+often as they are told, and one router whose ``Place`` stream carries asks and releases by the hundred, as a busy
+router's does.
 What is shown for each size of the fleet is the scheduler's CPU for 1,000 placements (ask, grant, release), less what
 the heartbeats alone cost it in the same time, and placements a second of the wall, in which this process has its share.
 
@@ -40,15 +41,15 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._report = scheduler_pb2.JoinRequest(load=worker_pb2.Load(state=worker_pb2.WORKER_STATE_READY))
 
-    async def start(self, workers: int, heartbeat_s: float) -> None:
+    async def start(self, workers: int) -> None:
         """All join."""
         joined = asyncio.Semaphore(0)
         for index in range(workers):
-            self._tasks.append(asyncio.create_task(self._live(index, heartbeat_s, joined)))
+            self._tasks.append(asyncio.create_task(self._live(index, joined)))
         for _ in range(workers):
             await asyncio.wait_for(joined.acquire(), _READY_WITHIN_S)
 
-    async def _live(self, index: int, heartbeat_s: float, joined: asyncio.Semaphore) -> None:
+    async def _live(self, index: int, joined: asyncio.Semaphore) -> None:
         call = self._join()
         hello = scheduler_pb2.JoinHello(
             worker_id=f"w{index}",
@@ -58,8 +59,18 @@ class Fleet:
             description=types_pb2.ModelDescription(model="m", slots=SLOTS, context_tokens=32768, block_tokens=16),
         )
         await call.write(scheduler_pb2.JoinRequest(hello=hello, load=self._report.load).SerializeToString())
-        await call.read()
+        welcome = scheduler_pb2.JoinResponse.FromString(await call.read()).welcome
+        heartbeat_s = welcome.heartbeat_ms / 1e3
         joined.release()
+
+        async def heed() -> None:
+            nonlocal heartbeat_s
+            async for message in call:
+                command = scheduler_pb2.JoinResponse.FromString(message)
+                if command.HasField("set_heartbeat"):
+                    heartbeat_s = command.set_heartbeat.heartbeat_ms / 1e3
+
+        self._tasks.append(asyncio.create_task(heed()))
         report = self._report.SerializeToString()
         # Not all at once.
         await asyncio.sleep(heartbeat_s * (index % 100) / 100)
@@ -118,16 +129,14 @@ async def place(link: grpc.aio.Channel, placements: int) -> float:
     return seconds
 
 
-async def measure(
-    scheduler: Process, address: str, workers: int, placements: int, heartbeat_s: float
-) -> dict[str, Any]:
+async def measure(scheduler: Process, address: str, workers: int, placements: int) -> dict[str, Any]:
     """One size of the fleet."""
     async with channel(address) as members, channel(address) as router:
         fleet = Fleet(members)
-        await fleet.start(workers, heartbeat_s)
+        await fleet.start(workers)
         await place(router, placements // 10)
         idle_from_s, idle_cpu_s = time.perf_counter(), scheduler.cpu_s()
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(4.0)
         idle_share = (scheduler.cpu_s() - idle_cpu_s) / (time.perf_counter() - idle_from_s)
         before_s = scheduler.cpu_s()
         seconds = await place(router, placements)
@@ -146,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="10,1000,4000", help="sizes of the fleet")
     parser.add_argument("--placements", type=int, default=100_000)
-    parser.add_argument("--heartbeat-s", type=float, default=1.0)
+    parser.add_argument("--reports-per-s", type=float, default=500.0, help="of all workers, as the scheduler asks")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     results = []
@@ -154,16 +163,16 @@ def main() -> None:
         for workers in (int(each) for each in arguments.workers.split(",")):
             with Mesh() as mesh:
                 scheduler = mesh.service(
-                    "scheduler", address="127.0.0.1:0", heartbeat_s=arguments.heartbeat_s, heartbeats_missed=30
+                    "scheduler", address="127.0.0.1:0", reports_per_s=arguments.reports_per_s, heartbeats_missed=120
                 )
                 address = mesh.ready["scheduler"]["address"]
-                result = asyncio.run(measure(scheduler, address, workers, arguments.placements, arguments.heartbeat_s))
+                result = asyncio.run(measure(scheduler, address, workers, arguments.placements))
             results.append(result)
             if not arguments.json:
                 print(
                     f"{workers:6,} workers: {result['placements_per_s']:7,} placements/s, "
                     f"CPU {result['cpu_ms_per_1000']:6.2f} ms for 1,000 "
-                    f"({result['placements_per_cpu_s']:,} a CPU second), "
+                    f"({result['placements_per_cpu_s'] or 0:,} a CPU second), "
                     f"heartbeats {result['heartbeats_cpu_share']:.1%} of a core",
                     flush=True,
                 )

@@ -710,6 +710,10 @@ impl<'a> Step<'a> {
                     proto::join_response::Command::Welcome(proto::JoinWelcome { heartbeat_ms }),
                 );
             }
+            Action::Paced { link, heartbeat_ms } => {
+                let pace = proto::SetHeartbeat { heartbeat_ms };
+                self.command(link, proto::join_response::Command::SetHeartbeat(pace));
+            }
             Action::SetChunk {
                 link,
                 chunk_tokens,

@@ -462,7 +462,8 @@ async def test_spans_are_children_of_the_caller_and_end_once() -> None:
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    def __init__(self) -> None:
+    def __init__(self, heartbeat_ms: int = 10) -> None:
+        self.heartbeat_ms = heartbeat_ms
         self.hellos: list[scheduler_pb2.JoinHello] = []
         self.loads: list[worker_pb2.Load] = []
         self.commands: asyncio.Queue[scheduler_pb2.JoinResponse | None] = asyncio.Queue()
@@ -476,7 +477,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
         reader = asyncio.create_task(read())
         try:
-            yield scheduler_pb2.JoinResponse(welcome=scheduler_pb2.JoinWelcome(heartbeat_ms=10))
+            yield scheduler_pb2.JoinResponse(welcome=scheduler_pb2.JoinWelcome(heartbeat_ms=self.heartbeat_ms))
             while (command := await self.commands.get()) is not None:
                 yield command
         finally:
@@ -523,6 +524,24 @@ async def served(add: Callable[[Any, grpc.aio.Server], None], servicer: object) 
         yield f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
+
+
+async def test_a_worker_reports_as_often_as_it_was_told_last() -> None:
+    scheduler = FakeScheduler(heartbeat_ms=3_600_000)
+    async with served(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, scheduler) as address:
+        link = SchedulerLink(
+            address,
+            lambda: scheduler_pb2.JoinHello(worker_id="w"),
+            lambda: worker_pb2.Load(state=worker_pb2.WORKER_STATE_READY),
+            lambda _: None,
+            on_lost=lambda: None,
+        )
+        task = asyncio.create_task(link.run())
+        await asyncio.wait_for(link.reported(), 30)
+        faster = scheduler_pb2.JoinResponse(set_heartbeat=scheduler_pb2.SetHeartbeat(heartbeat_ms=10))
+        scheduler.commands.put_nowait(faster)
+        await _eventually(lambda: len(scheduler.loads) > 6, "heartbeats at the new pace")
+        task.cancel()
 
 
 async def test_joining_reporting_and_joining_again() -> None:

@@ -192,6 +192,7 @@ class SchedulerService:
         policy = {
             "max_queued": config.max_queued,
             "heartbeat_s": config.heartbeat_s,
+            "reports_per_s": config.reports_per_s,
             "heartbeats_missed": config.heartbeats_missed,
             "router_grace_s": config.router_grace_s,
             "queue_factor": config.queue_factor,

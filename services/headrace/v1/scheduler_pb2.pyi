@@ -357,20 +357,28 @@ class JoinHello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., pool: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., startup_s: _Optional[float] = ..., role: _Optional[_Union[_worker_pb2.WorkerRole, str]] = ..., kv_token_bytes: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("welcome", "drain", "set_limits", "preempt", "resume")
+    __slots__ = ("welcome", "drain", "set_limits", "preempt", "resume", "set_heartbeat")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     SET_LIMITS_FIELD_NUMBER: _ClassVar[int]
     PREEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    SET_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     welcome: JoinWelcome
     drain: Drain
     set_limits: SetLimits
     preempt: Preempt
     resume: Resume
-    def __init__(self, welcome: _Optional[_Union[JoinWelcome, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., set_limits: _Optional[_Union[SetLimits, _Mapping]] = ..., preempt: _Optional[_Union[Preempt, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    set_heartbeat: SetHeartbeat
+    def __init__(self, welcome: _Optional[_Union[JoinWelcome, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., set_limits: _Optional[_Union[SetLimits, _Mapping]] = ..., preempt: _Optional[_Union[Preempt, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., set_heartbeat: _Optional[_Union[SetHeartbeat, _Mapping]] = ...) -> None: ...
 
 class JoinWelcome(_message.Message):
+    __slots__ = ("heartbeat_ms",)
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_ms: int
+    def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
+
+class SetHeartbeat(_message.Message):
     __slots__ = ("heartbeat_ms",)
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     heartbeat_ms: int

@@ -83,6 +83,10 @@ class SchedulerLink:
                     self._joined = True
                     self._changed.set()
                     log.info("joined the scheduler at %s", self._address)
+                elif message.WhichOneof("command") == "set_heartbeat":
+                    heartbeat_s = max(message.set_heartbeat.heartbeat_ms / 1000, 0.01)
+                    # The wait under way is the old one.
+                    self._changed.set()
                 else:
                     self._on_command(message)
 

@@ -46,6 +46,13 @@ pub enum Action {
         /// How often it should report.
         heartbeat_ms: u32,
     },
+    /// The worker should report more or less often than before.
+    Paced {
+        /// Its stream.
+        link: Link,
+        /// So often.
+        heartbeat_ms: u32,
+    },
     /// The worker is not taken in: end its stream.
     JoinRefused {
         /// Its stream.

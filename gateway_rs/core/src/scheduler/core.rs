@@ -30,6 +30,7 @@ use super::{
     queue::{Place, Queue},
     rate::Rate,
     spending::Parking,
+    worker::Worker,
 };
 use crate::{
     blocks::Blocks,
@@ -39,6 +40,9 @@ use crate::{
 
 /// Routers hear of changes in the fleet at most so often: many workers that come at once are one change.
 const FLEET_INTERVAL_S: f64 = 0.05;
+
+/// A worker that was told to report rarely has missed so many reports at least before it is out.
+const LEAST_MISSED: f64 = 3.0;
 
 /// The driver called later than agreed by more than this: we were stopped, not the workers silent.
 const LATE_S: f64 = 0.25;
@@ -375,10 +379,10 @@ impl Core {
 
     fn drop_silent_workers(&mut self) {
         let silence_s = self.policy.silence_s();
-        let silent = |heard_s: f64| heard_s + silence_s <= self.now_s;
+        let until_s = |worker: &Worker| worker.heard_s + silence_s.max(LEAST_MISSED * worker.heartbeat_s);
         let workers = self.fleet.workers.values();
         let out: Vec<_> = workers
-            .filter(|each| silent(each.heard_s))
+            .filter(|each| until_s(each) <= self.now_s)
             .map(|each| (each.link, each.heard_s))
             .collect();
         for (link, heard_s) in out {
@@ -387,8 +391,7 @@ impl Core {
             self.remove_worker(link);
         }
         // Gone through once per silence or so and not at each report: whoever reports meanwhile only moves later.
-        let heard = self.fleet.workers.values().map(|worker| worker.heard_s);
-        self.silence_check_s = heard.fold(f64::INFINITY, f64::min) + silence_s;
+        self.silence_check_s = self.fleet.workers.values().map(until_s).fold(f64::INFINITY, f64::min);
     }
 }
 

@@ -19,6 +19,9 @@ use crate::{budgets::Booking, cost::Shape};
 /// Prompts are cut so that a step stays within this share of the time between tokens.
 const CHUNK_SHARE: f64 = 0.9;
 
+/// A pace of reports that differs by no more than this factor from the one that a worker was told is no news.
+const PACE_GRAIN: f64 = 1.25;
+
 impl Core {
     // Routers.
 
@@ -273,10 +276,10 @@ impl Core {
             self.seen_pools.insert(hello.pool.clone());
         }
         self.fleet.join(self.now_s, link, hello);
-        self.silence_check_s = self.silence_check_s.min(self.now_s + self.policy.silence_s());
+        let heartbeat_s = self.pace(link).unwrap_or(self.policy.heartbeat_s);
         self.actions.push(Action::Welcomed {
             link,
-            heartbeat_ms: milliseconds(self.policy.heartbeat_s),
+            heartbeat_ms: milliseconds(heartbeat_s),
         });
     }
 
@@ -316,8 +319,28 @@ impl Core {
             }
         }
         self.set_chunk(link);
+        // In answer to its report: so a fleet that grows or shrinks is told bit by bit.
+        if let Some(heartbeat_s) = self.pace(link) {
+            let heartbeat_ms = milliseconds(heartbeat_s);
+            self.actions.push(Action::Paced { link, heartbeat_ms });
+        }
         self.room_changed(link);
         self.offer(link);
+    }
+
+    /// How often a worker should report, when that is another pace than it was told.
+    fn pace(&mut self, link: Link) -> Option<f64> {
+        let pace_s = self.policy.pace_s(self.fleet.workers.len());
+        let worker = self.fleet.workers.get_mut(&link)?;
+        let ratio = pace_s / worker.heartbeat_s;
+        // The base pace exactly, whatever was told last: a small fleet is as quick as it was configured.
+        let is_news = !(1.0 / PACE_GRAIN..=PACE_GRAIN).contains(&ratio)
+            || (pace_s == self.policy.heartbeat_s && worker.heartbeat_s != pace_s);
+        is_news.then(|| {
+            worker.heartbeat_s = pace_s;
+            self.silence_check_s = self.silence_check_s.min(self.now_s + self.policy.silence_s());
+            pace_s
+        })
     }
 
     /// How many times as long a prompt takes beside what a worker decodes; None when nobody can say.

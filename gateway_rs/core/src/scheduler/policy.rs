@@ -13,8 +13,10 @@ use crate::place;
 pub struct Policy {
     /// Asks that wait at once.
     pub max_queued: usize,
-    /// How often a worker reports.
+    /// How often a worker reports, at most.
     pub heartbeat_s: f64,
+    /// Reports of all workers in a second, about: in a larger fleet each reports less often.
+    pub reports_per_s: f64,
     /// Reports missed in a row before a silent worker is out.
     pub heartbeats_missed: u32,
     /// Time for a router to come back before its leases end.
@@ -73,6 +75,7 @@ impl Default for Policy {
         Self {
             max_queued: 4096,
             heartbeat_s: 0.25,
+            reports_per_s: 500.0,
             heartbeats_missed: 12,
             router_grace_s: 5.0,
             queue_factor: 1.25,
@@ -94,9 +97,15 @@ impl Default for Policy {
 }
 
 impl Policy {
-    /// A worker that is silent for so long is out.
+    /// A worker that is silent for so long is out, in a fleet in which each reports at `heartbeat_s`.
     pub fn silence_s(&self) -> f64 {
         self.heartbeat_s * f64::from(self.heartbeats_missed)
+    }
+
+    /// How often each of so many workers should report. What a report costs is bounded by this, whatever the fleet's size;
+    /// leases, releases and progress come by themselves, so that placement loses nothing by older reports.
+    pub(super) fn pace_s(&self, workers: usize) -> f64 {
+        self.heartbeat_s.max(workers as f64 / self.reports_per_s)
     }
 
     /// Between the tokens of that one's answer.

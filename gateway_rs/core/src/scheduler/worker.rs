@@ -22,6 +22,8 @@ pub struct Worker {
     pub load: Load,
     /// When that was.
     pub heard_s: f64,
+    /// How often it was told to report.
+    pub(super) heartbeat_s: f64,
     /// The leases that it holds.
     pub held: Held,
     /// Of those, what the last report may not know of yet.
@@ -87,6 +89,7 @@ impl Worker {
             hello,
             load: Load::default(),
             heard_s: now_s,
+            heartbeat_s: 0.0,
             held: Held::default(),
             unreported: Held::default(),
             arriving: Held::default(),

@@ -599,6 +599,7 @@ impl<'a> Run<'a> {
                 }
             }
             Action::Welcomed { link, heartbeat_ms } => self.expect_heartbeats(link, heartbeat_ms),
+            Action::Paced { heartbeat_ms, .. } => self.heartbeat_s = f64::from(heartbeat_ms.max(1)) / 1000.0,
             // This router asks for every request, so that the scheduler's decisions are what is simulated.
             Action::Lent { share, .. } => {
                 let event = Event::KnowsShares {

@@ -503,6 +503,51 @@ fn our_own_absence_is_not_the_workers_silence() {
 }
 
 #[test]
+fn a_large_fleet_reports_less_often_and_the_scheduler_hears_no_more() {
+    let mut bench = Bench::with(Policy {
+        heartbeat_s: 1.0,
+        heartbeats_missed: 3,
+        reports_per_s: 10.0,
+        ..policy()
+    });
+    let told = |actions: &[Action]| {
+        let of = |action: &Action| match action {
+            Action::Welcomed { heartbeat_ms, .. } | Action::Paced { heartbeat_ms, .. } => Some(*heartbeat_ms),
+            _ => None,
+        };
+        actions.iter().filter_map(of).collect::<Vec<_>>()
+    };
+    for index in 0..10 {
+        assert_eq!(told(&bench.run(&format!("worker w{index}"))), [1000]);
+    }
+    // Newcomers are told at once, and each of the others in answer to its next report.
+    for index in 10..40 {
+        bench.run(&format!("worker w{index}"));
+    }
+    assert_eq!(told(&bench.run("report w0")), [4000]);
+    assert!(told(&bench.run("report w0")).is_empty());
+    for index in 1..40 {
+        bench.run(&format!("report w{index}"));
+    }
+    // Nobody is silent who reports as often as it was told.
+    for _ in 0..3 {
+        assert!(workers_dropped(&bench.run("+3.9 silent")).is_empty());
+        for index in 0..40 {
+            bench.run(&format!("report w{index}"));
+        }
+    }
+    assert_eq!(bench.joined().len(), 40);
+    // 12 s are three of its reports.
+    for index in 5..40 {
+        bench.run(&format!("lose w{index}"));
+    }
+    assert_eq!(told(&bench.run("report w0")), [1000]);
+    assert_eq!(workers_dropped(&bench.run("+3.1 silent")).len(), 1);
+    assert_eq!(workers_dropped(&bench.run("+8.0 silent")).len(), 0);
+    assert_eq!(workers_dropped(&bench.run("+1.0 silent")).len(), 4);
+}
+
+#[test]
 fn reports_in_time_need_no_wakeups() {
     let mut bench = Bench::new();
     for index in 0..50 {

@@ -72,6 +72,7 @@ fn show(bench: &Bench, action: &Action) -> Option<String> {
                 refusal.message
             )
         }
+        Action::Paced { link, heartbeat_ms } => format!("{} reports each {heartbeat_ms} ms", name(link, "worker")),
         Action::Welcomed { link, .. } => format!("{} welcome", name(link, "worker")),
         Action::JoinRefused { message, .. } => format!("join refused: {message}"),
         Action::WorkerDropped { link, message } => format!("{} dropped: {message}", name(link, "worker")),
