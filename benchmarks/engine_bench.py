@@ -34,7 +34,7 @@ from headrace.worker.engine import Request, StepResult, Stopping
 from headrace.worker.engines.llama_api import Context
 from headrace.worker.engines.llama_cpp import LlamaBackend
 from headrace.worker.loop import BatchLoop
-from headrace.worker.service import FULL_NAME, WorkerService
+from headrace.worker.servicer import FULL_NAME, WorkerService
 
 Run = Callable[[list[list[int]], int], Awaitable[tuple[float, list[float]]]]
 

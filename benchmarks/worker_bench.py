@@ -63,7 +63,7 @@ async def serve_worker(load: Load) -> None:
     from headrace.config import WorkerConfig
     from headrace.serving import Service
     from headrace.v1 import worker_pb2_grpc
-    from headrace.worker.service import FULL_NAME, WorkerService
+    from headrace.worker.servicer import FULL_NAME, WorkerService
 
     sys.setswitchinterval(0.0005)
     config = WorkerConfig(slots=load.requests, max_waiting=load.requests, block_tokens=32, prefix_cache=False)

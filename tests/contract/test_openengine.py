@@ -32,7 +32,7 @@ from headrace.worker.engine import Guided, Handoff, Request, Sampling, Stopping
 from headrace.worker.engines.openengine import OpenEngineDialect
 from headrace.worker.engines.sim import SimBackend
 from headrace.worker.loop import BatchLoop
-from headrace.worker.service import WorkerService
+from headrace.worker.servicer import WorkerService
 from headrace.worker.timing import Timing
 
 CONFIG = WorkerConfig(slots=4, block_tokens=16, max_waiting=64)

@@ -31,7 +31,7 @@ from headrace.worker import selfbatched
 from headrace.worker.engine import Guided, Handoff, Request, Sampling, Stopping
 from headrace.worker.engines.tensorrt_llm import check_settings
 from headrace.worker.selfbatched import SelfBatched
-from headrace.worker.service import FULL_NAME, WorkerService
+from headrace.worker.servicer import FULL_NAME, WorkerService
 
 CONFIG = WorkerConfig(slots=8, block_tokens=16, max_waiting=512, stall_timeout_s=20.0)
 #: A request whose prompt begins with this id meets the fault.

@@ -28,7 +28,7 @@ from headrace.worker.composer import Limits
 from headrace.worker.engines.sim import SimBackend
 from headrace.worker.loop import BatchLoop
 from headrace.worker.selfbatched import SelfBatched
-from headrace.worker.service import WorkerService
+from headrace.worker.servicer import WorkerService
 from headrace.worker.timing import Timing
 
 CONFIG = WorkerConfig(slots=4, block_tokens=16, max_waiting=8)

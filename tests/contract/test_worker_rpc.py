@@ -30,14 +30,14 @@ from headrace.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from headrace.worker import service as worker_service
+from headrace.worker import servicer as worker_servicer
 from headrace.worker.blocks import BlockLog
 from headrace.worker.composer import Limits
 from headrace.worker.engine import BlocksStored
 from headrace.worker.engines.sim import SimBackend
 from headrace.worker.links import CacheLink, SchedulerLink
 from headrace.worker.loop import BatchLoop
-from headrace.worker.service import FULL_NAME, WorkerService
+from headrace.worker.servicer import FULL_NAME, WorkerService
 from headrace.worker.timing import Timing
 
 PATIENCE_S = 20.0
@@ -336,7 +336,7 @@ async def test_a_deadline_in_time_left() -> None:
 
 
 async def test_a_reader_that_does_not_read_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_service, "_MAX_UNREAD", 500)
+    monkeypatch.setattr(worker_servicer, "_MAX_UNREAD", 500)
     async with a_worker() as worker:
         # Each answer with its prompt's log-probabilities is some 60 kB; the stream is never read.
         call = worker.stub.Run()

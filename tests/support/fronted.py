@@ -17,7 +17,7 @@ from headrace.worker import openengine_service, trtllm_service
 from headrace.worker.engine import Engine, StepResult
 from headrace.worker.engines.remote import Dialect, RemoteEngine
 from headrace.worker.selfbatched import SelfBatched
-from headrace.worker.service import WorkerService
+from headrace.worker.servicer import WorkerService
 
 
 @asynccontextmanager

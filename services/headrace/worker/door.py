@@ -17,7 +17,7 @@ from headrace.models import ModelFolder
 from headrace.tokenizer import StreamDecoder, Tokenizer
 from headrace.v1 import types_pb2, worker_pb2
 from headrace.worker.engine import Delta, Outcome, TokenLogprobs
-from headrace.worker.service import RouterStream, WorkerService
+from headrace.worker.servicer import RouterStream, WorkerService
 
 #: Of the one request on each stream.
 NUMBER, EPOCH = 1, 1

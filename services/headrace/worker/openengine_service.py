@@ -24,7 +24,7 @@ from headrace.status import STATUS
 from headrace.v1 import types_pb2, worker_pb2
 from headrace.worker.door import EPOCH, NUMBER, Answer, Door, Failed, Piece, Refused, Stops
 from headrace.worker.engine import TokenLogprobs
-from headrace.worker.service import WorkerService
+from headrace.worker.servicer import WorkerService
 
 SCHEMA_REVISION, MINIMUM_CLIENT_REVISION = 1, 1
 #: Of the contract's releases, the one that this speaks.
