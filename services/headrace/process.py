@@ -6,11 +6,16 @@ Apart from ``serving.py`` because the router, whose ports are the extension's, n
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -57,6 +62,44 @@ def state_folder() -> Path:
     """Where a one-box mesh keeps what it must not forget: ``$XDG_STATE_HOME/headrace``, else ``~/.local/state``."""
     base = os.environ.get("XDG_STATE_HOME", "")
     return (Path(base) if base else Path.home() / ".local" / "state") / "headrace"
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder of mode 0700 for as long as this process lives.
+
+    A process that is killed cannot delete its own, but gives up the lock on it: the next one of the same user and
+    prefix deletes what nobody holds. ``prefix`` must be nobody else's.
+    """
+    base = Path(tempfile.gettempdir())
+    for left in base.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), _held(left):
+            shutil.rmtree(left, ignore_errors=True)
+    with contextlib.ExitStack() as lock:
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=prefix))
+            # Until it is held it looks like one that was left, and another process may have taken it for that.
+            with contextlib.suppress(OSError):
+                lock.enter_context(_held(folder))
+                if folder.exists():
+                    break
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The lock on a folder of our own. Raises OSError when it is somebody else's, or held."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(handle).st_uid != os.getuid():
+            raise PermissionError(f"{folder} is another user's")
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 class StopSignals:

@@ -14,7 +14,6 @@ import logging
 import os
 import resource
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from headrace import models
 from headrace._gateway import Router
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
-from headrace.process import StopSignals, configure_logging, print_ready
+from headrace.process import StopSignals, configure_logging, print_ready, temporary_folder
 
 #: Where the data plane asks for files and batches, and where these ask the data plane.
 BATCHES_SOCKET, DOOR_SOCKET = "batches.sock", "door.sock"
@@ -59,12 +58,12 @@ async def run(config: Config, again: Again | None = None) -> None:
 
 @contextlib.contextmanager
 def _socket_folder(config: Config) -> Iterator[Path]:
-    """A folder of mode 0700: who reaches its sockets is this process, or could be. Made where it is needed."""
+    """Who reaches its sockets is this process, or could be. Made where it is needed."""
     if not config.batches.data_dir:
         yield Path()
         return
-    with tempfile.TemporaryDirectory(prefix="headrace-router-") as folder:
-        yield Path(folder)
+    with temporary_folder("headrace-router-") as folder:
+        yield folder
 
 
 @contextlib.asynccontextmanager
