@@ -11,11 +11,11 @@ import contextlib
 import fcntl
 import itertools
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
-from headrace import process
+from headrace import postgres, process
 from headrace.config import LedgerConfig
 from headrace.errors import ConfigError
 
@@ -110,18 +110,19 @@ def database_of(config: LedgerConfig) -> str:
 class Store:
     """One connection. Any method may raise :class:`StoreError`, after which it can be tried again."""
 
-    def __init__(self, connection: Any, name: str, *, postgres: bool, locks: Sequence[IO[str]] = ()) -> None:
+    def __init__(self, connection: Any, name: str, *, begin: str, locks: Sequence[IO[str]] = ()) -> None:
         self.name = name
         self._connection = connection
-        self._postgres = postgres
+        self._begin = begin
         self._locks = locks
 
     @classmethod
     def open(cls, database: str, name: str, *, write: bool = True) -> Self:
         """A database by its file or ``postgresql://`` URL. To ``write``, as the scheduler of that name: where another
         process has it, as the next free one (``name.2``). Raises ConfigError."""
-        if database.startswith(("postgresql://", "postgres://")):
-            store = cls(_connect_postgres(database), name, postgres=True)
+        if database.startswith(postgres.SCHEMES):
+            postgres.check("ledger.database")
+            store = cls(postgres.Connection(database), name, begin="BEGIN")
         else:
             path = Path(database)
             locks = []
@@ -138,7 +139,7 @@ class Store:
                 connection.execute("PRAGMA synchronous = NORMAL")
             except (OSError, sqlite3.Error) as error:
                 raise ConfigError(f"ledger.database: cannot use {path}: {error}") from error
-            store = cls(connection, name, postgres=False, locks=locks)
+            store = cls(connection, name, begin="BEGIN IMMEDIATE", locks=locks)
         try:
             store._prepare(database, write=write)
         except StoreError as error:
@@ -269,8 +270,6 @@ class Store:
         return list(self._run(statement, values).fetchall())
 
     def _run(self, statement: str, values: Sequence[Any] = ()) -> Any:
-        if self._postgres:
-            statement = statement.replace("?", "%s")
         try:
             return self._connection.execute(statement, tuple(values))
         except Exception as error:
@@ -280,7 +279,7 @@ class Store:
 
     @contextlib.contextmanager
     def _transaction(self) -> Any:
-        self._run("BEGIN" if self._postgres else "BEGIN IMMEDIATE")
+        self._run(self._begin)
         try:
             yield
             self._run("COMMIT")
@@ -310,33 +309,4 @@ def _claim(path: Path, name: str) -> tuple[str, IO[str]]:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    try:
-        import psycopg
-    except ImportError:
-        return (sqlite3.Error,)
-    return (sqlite3.Error, psycopg.Error)
-
-
-def _connect_postgres(url: str) -> Any:
-    try:
-        import psycopg
-    except ImportError as error:
-        raise ConfigError("ledger.database: PostgreSQL needs `pip install 'headrace[postgres]'`") from error
-    return _Reconnecting(lambda: psycopg.connect(url, autocommit=True, connect_timeout=10))
-
-
-class _Reconnecting:
-    """A connection that is opened again after it broke. Transactions are retried whole by their caller."""
-
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        self._connect = connect
-        self._connection: Any = None
-
-    def execute(self, statement: str, values: tuple[Any, ...]) -> Any:
-        if self._connection is None or self._connection.broken or self._connection.closed:
-            self._connection = self._connect()
-        return self._connection.execute(statement, values)
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+    return (sqlite3.Error, *postgres.failures())
