@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace import _gateway
+from headrace import _gateway, postgres
 from headrace.errors import ConfigError
 
 #: What an address is for: to listen on (port 0 = the system chooses), or to reach somebody at (a real port).
@@ -577,6 +577,11 @@ class BatchesConfig:
         "",
         "folder of this router's own for files, batches and their answers; empty = it keeps none",
     )
+    database: str = setting(
+        "",
+        "postgresql://... (needs headrace[postgres]) by which several routers share files and batches, bytes too;"
+        " data_dir then has copies only; empty = a SQLite file in data_dir",
+    )
     max_file_bytes: int = setting(200 * 2**20, "largest file", minimum=1)
     max_lines: int = setting(50_000, "requests in one file", minimum=1, maximum=1_000_000)
     max_line_bytes: int = setting(2**20, "longest line of a file", minimum=64, maximum=2**30)
@@ -775,6 +780,10 @@ def _check(config: Config) -> None:
     pool_prices(config.prices.pools)
     if config.ledger.shared and not config.ledger.database:
         raise ConfigError("ledger.shared: needs ledger.database: what this scheduler has spent is counted from rows")
+    if config.batches.database and not config.batches.database.startswith(postgres.SCHEMES):
+        raise ConfigError("batches.database: expected postgresql://...")
+    if config.batches.database and not config.batches.data_dir:
+        raise ConfigError("batches.database: needs batches.data_dir, for what is on its way")
     worker = config.worker
     # Other engines size their KV by themselves.
     accounted = worker.engine in ("llama_cpp", "sim")

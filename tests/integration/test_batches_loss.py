@@ -14,6 +14,7 @@ from headrace.batches.client import STATUSES, BatchClient
 from headrace.client import Client, ClientError
 from headrace.v1 import batches_pb2
 from tests.support.mesh import Mesh
+from tests.support.servers import postgres_server
 from tests.support.toy import ToyModel
 from tests.support.waiting import eventually
 
@@ -25,14 +26,14 @@ pytestmark = pytest.mark.timeout(600)
 SERVICES = ("worker", "scheduler", "router", "cache")
 
 
-def make_mesh(folder: Path, engine: str) -> Mesh:
+def make_mesh(folder: Path, engine: str, **batches: Any) -> Mesh:
     real = engine == "llama_cpp"
     sim = {"sim_step_ms": 2.0, "sim_prefill_tokens_per_s": 1e6}
     return Mesh(
         folder,
         [] if real else [ToyModel("model", context_tokens=256)],
         sources={"model": "embedded"} if real else {},
-        batches={"data_dir": str(folder / "data"), "lease_s": 1.0},
+        batches={"data_dir": str(folder / "data"), "lease_s": 1.0} | batches,
         scheduler={"router_grace_s": 0.5},
         worker={
             "address": "127.0.0.1:0",
@@ -84,11 +85,7 @@ async def when_there(call: Awaitable[T]) -> T | None:
 async def test_each_line_appears_once_whatever_is_killed(mesh: Mesh, slow: bool, tmp_path: Path) -> None:
     # Where there is a toy, it is quick.
     count = (2000 if slow else 800) if mesh.models else (200 if slow else 60)
-    body = {"model": "model", "max_tokens": 24, "ignore_eos": True}
-    file = tmp_path / "in.jsonl"
-    asked = {"method": "POST", "url": "/v1/completions"}
-    texts = (asked | {"custom_id": f"c{at}", "body": body | {"prompt": f"prompt {at}"}} for at in range(count))
-    file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    file = written(tmp_path / "in.jsonl", count)
     async with Client(mesh.grpc) as connection:
         client = BatchClient(connection)
 
@@ -116,9 +113,73 @@ async def test_each_line_appears_once_whatever_is_killed(mesh: Mesh, slow: bool,
 
         done = await eventually(over, "the batch is completed", 120.0)
         assert STATUSES[done.status] == "completed"
-        assert (done.request_counts.completed, done.request_counts.failed) == (count, 0)
         await client.download(done.output_file_id, tmp_path / "out.jsonl")
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert_each_once(done, tmp_path / "out.jsonl", count)
+
+
+async def test_routers_that_share_a_database_go_on_where_another_was_killed(tmp_path: Path) -> None:
+    count = 800
+    file = written(tmp_path / "in.jsonl", count)
+    with postgres_server(tmp_path) as url:
+        mesh = make_mesh(tmp_path, "sim", database=url).start()
+        try:
+            assert mesh.tap is not None
+            mesh._settings["batches"]["data_dir"] = str(tmp_path / "other")
+            other = mesh.launch("router", key="other", scheduler=mesh.tap.address, cache=mesh.cache)
+            second = (await asyncio.to_thread(other.ready))["grpc"]
+            async with Client(mesh.grpc) as one, Client(second) as two:
+                clients = [BatchClient(one), BatchClient(two)]
+                sent = await eventually(lambda: when_there(clients[0].upload(file)), "the store is open")
+                # Asked for at the one, created at the other, and worked at by either.
+                batch = await eventually(
+                    lambda: when_there(clients[1].create(sent.id, "/v1/completions")), "the other store is open"
+                )
+
+                async def half() -> bool:
+                    return (await clients[1].get(batch.id)).request_counts.completed >= count // 2
+
+                await eventually(half, "half of it is done", 60.0)
+                runner = await runs(url)
+                first = f"-{mesh.processes['router'].pid}-" in runner
+                killed, left = ("router", clients[1]) if first else ("other", clients[0])
+                await asyncio.to_thread(mesh.processes[killed].kill)
+
+                async def over() -> Any:
+                    found = await left.get(batch.id)
+                    return found if found.status == batches_pb2.BATCH_STATUS_COMPLETED else None
+
+                done = await eventually(over, "the batch is completed", 60.0)
+                await left.download(done.output_file_id, tmp_path / "out.jsonl")
+            assert_each_once(done, tmp_path / "out.jsonl", count)
+        finally:
+            mesh.kill()
+
+
+async def runs(url: str) -> str:
+    """Who has the only batch."""
+    import psycopg
+
+    def ask() -> str:
+        with psycopg.connect(url) as connection:
+            row = connection.execute("SELECT owner FROM headrace_batches.batches").fetchone()
+        assert row is not None
+        return str(row[0])
+
+    return await asyncio.to_thread(ask)
+
+
+def written(file: Path, count: int) -> Path:
+    """A batch's input."""
+    body = {"model": "model", "max_tokens": 24, "ignore_eos": True}
+    asked = {"method": "POST", "url": "/v1/completions"}
+    texts = (asked | {"custom_id": f"c{at}", "body": body | {"prompt": f"prompt {at}"}} for at in range(count))
+    file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    return file
+
+
+def assert_each_once(done: batches_pb2.Batch, output: Path, count: int) -> None:
+    assert (done.request_counts.completed, done.request_counts.failed) == (count, 0)
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["custom_id"] for answer in answers] == [f"c{number}" for number in range(count)]
     for answer in answers:
         assert answer["response"]["body"]["usage"]["completion_tokens"] == 24

@@ -1,4 +1,4 @@
-"""Batches worked off: through a door that plays what is wanted, with the real store, and a clock of the test's own."""
+"""Batches worked off: through a door that plays what is wanted, with either store, and a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.batches import Opener
 from tests.support.waiting import eventually
 
 from headrace.batches import lines
 from headrace.batches.runner import MAX_ATTEMPTS, Background, Reply, Runner, Settings
-from headrace.batches.store import Batch, Bounds, Facts, File, Store, StoreError
+from headrace.batches.store import Batch, Facts, File, Store, StoreError
 
 URL = "/v1/completions"
 SETTINGS = Settings(lines.Bounds(10_000, 10_000), 16, 2, lease_s=0.3, keep_files_s=0.0)
@@ -57,8 +57,8 @@ class Door:
 class Bench:
     """A store, and runners on it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.store = Store(folder / "batches", Bounds(1000, 100))
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self.background = Background(self.store)
         self.door = Door()
         self.now_s = 1000.0
@@ -111,8 +111,8 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    bench = Bench(tmp_path)
+async def bench(opener: Opener) -> AsyncIterator[Bench]:
+    bench = Bench(opener("batches"))
     yield bench
     await bench.close()
 
@@ -165,6 +165,8 @@ async def test_a_bad_file_fails_before_anything_runs(bench: Bench) -> None:
 async def test_an_input_that_was_taken_away_fails_the_batch(bench: Bench) -> None:
     name = bench.add(["a"])
     bench.store.input_path(await bench.get(name)).unlink()
+    # In a database it would come back.
+    bench.store._rows("DELETE FROM files RETURNING id")
     bench.runner()
     batch = await bench.ends(name)
     assert (batch.status, [error.code for error in batch.facts.errors]) == ("failed", ["input_lost"])

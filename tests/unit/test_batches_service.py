@@ -14,7 +14,7 @@ from tests.support.waiting import eventually
 
 from headrace.batches import service as module
 from headrace.batches.service import TENANT, BatchService
-from headrace.batches.store import Bounds, Store
+from headrace.batches.store import Bounds, SqliteStore
 from headrace.client import ClientError, error_of
 from headrace.config import BatchesConfig
 from headrace.v1 import batches_pb2, batches_pb2_grpc
@@ -80,7 +80,7 @@ async def test_a_full_disk_is_said_so_and_leaves_nothing(
 
 
 async def test_while_another_has_the_store_calls_may_be_tried_again(tmp_path: Path) -> None:
-    held = Store(tmp_path / "data", Bounds(10, 10))
+    held = SqliteStore(tmp_path / "data", Bounds(10, 10))
     service = BatchService(BatchesConfig(data_dir=str(tmp_path / "data")), "me", tmp_path / "no-door")
     await service.start(tmp_path / "socket")
     try:

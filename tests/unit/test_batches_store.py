@@ -1,25 +1,36 @@
-"""Files and batches on disk: tenants apart, leases, each line once, and what a crash leaves."""
+"""Files and batches in SQLite and in PostgreSQL: tenants apart, leases, each line once, and what a crash leaves."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.support.batches import Opener, shared
 
-from headrace.batches.store import Answer, Batch, Bounds, Claim, Facts, File, LeaseLost, LineError, Store, StoreError
+from headrace.batches.store import (
+    Answer,
+    Batch,
+    Bounds,
+    Claim,
+    Facts,
+    File,
+    LeaseLost,
+    LineError,
+    SqliteStore,
+    Store,
+    StoreError,
+)
 
-BOUNDS = Bounds(max_files=3, max_open_batches=2)
 LEASE_S = 10.0
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "batches", BOUNDS)
-    yield store
-    store.close()
+def store(opener: Opener) -> Store:
+    return opener("batches", 3, 2)
 
 
 def upload(store: Store, tenant: str, name: str, content: bytes = b"{}\n", expires_s: int | None = None) -> File:
@@ -125,8 +136,10 @@ def test_each_line_has_one_answer_whoever_gives_it(store: Store) -> None:
     assert store.claim("third", 9_999.0, LEASE_S) is None
 
 
-def test_finalising_again_after_a_crash_makes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path / "batches", BOUNDS)
+def test_finalising_again_after_a_crash_makes_the_same_files(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opener("batches")
     upload(store, "one", "file-1")
     add(store, "one", "batch-1", "file-1")
     mine = claim(store)
@@ -137,14 +150,42 @@ def test_finalising_again_after_a_crash_makes_the_same_files(tmp_path: Path, mon
         store.finalize(mine, "completed", names(), 102.0, 60.0)
     monkeypatch.undo()
     store.close()
-    store = Store(tmp_path / "batches", BOUNDS)
+    store = opener("batches")
     assert [path.name for path in (tmp_path / "batches" / "files").iterdir()] == ["file-1"], "no row speaks of it"
-    again = claim(store, "other", 103.0)
+    again = claim(store, "other", 113.0)
     assert again.batch.facts.ending == "completed"
-    batch = store.finalize(again, "expired", names(), 103.0, 60.0)
+    batch = store.finalize(again, "expired", names(), 113.0, 60.0)
     assert (batch.status, batch.facts.output_file_id, batch.facts.error_file_id) == ("completed", "file-out1", "")
-    assert store.get_file("one", "file-out1", 103.0).expires_s == 163
-    store.close()
+    output = store.get_file("one", "file-out1", 113.0)
+    assert (output.expires_s, store.path(output).read_bytes()) == (173, b"answer\n")
+
+
+def test_an_end_that_was_written_and_not_heard_of_stands(store: Store) -> None:
+    upload(store, "one", "file-1")
+    add(store, "one", "batch-1", "file-1")
+    mine = claim(store)
+    store.begin(mine, 1, 101.0)
+    store.add_answers(mine, [Answer(0, True, b"answer")])
+    batch = store.finalize(mine, "completed", names(), 102.0, 0.0)
+    for call in (
+        lambda: store.renew(mine, 103.0, LEASE_S),
+        lambda: store.finalize(mine, "completed", names(), 103.0, 0.0),
+    ):
+        with pytest.raises(LeaseLost):
+            call()
+    assert store.get_batch("one", "batch-1") == batch
+
+
+def test_many_answers_are_written_out_in_order(store: Store) -> None:
+    upload(store, "one", "file-1")
+    add(store, "one", "batch-1", "file-1")
+    mine = claim(store)
+    store.begin(mine, 1203, 101.0)
+    store.add_answers(mine, [Answer(line, line % 3 > 0, b"%d" % line) for line in reversed(range(1203))])
+    batch = store.finalize(mine, "completed", names(), 102.0, 0.0)
+    for file_id, kind in ((batch.facts.output_file_id, (1, 2)), (batch.facts.error_file_id, (0,))):
+        lines = store.path(store.get_file("one", file_id, 103.0)).read_bytes().split()
+        assert lines == [b"%d" % line for line in range(1203) if line % 3 in kind]
 
 
 def test_an_input_stays_while_it_is_read(store: Store) -> None:
@@ -198,11 +239,11 @@ def test_tenants_take_turns_and_what_only_ends_does_not_wait(store: Store) -> No
     assert store.claim("me", 1e6, LEASE_S) is None, "what is its own it does not claim again"
 
 
-def test_a_folder_is_one_processes_and_goes_on_at_once_after_it(tmp_path: Path) -> None:
+def test_a_folder_is_one_processes_and_goes_on_after_it(opener: Opener, batches_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "batches"
-    store = Store(folder, BOUNDS)
+    store = opener("batches")
     with pytest.raises(StoreError, match="another router") as refused:
-        Store(folder, BOUNDS)
+        opener("batches")
     assert refused.value.kind == "busy"
     upload(store, "one", "file-1")
     add(store, "one", "batch-1", "file-1")
@@ -210,14 +251,18 @@ def test_a_folder_is_one_processes_and_goes_on_at_once_after_it(tmp_path: Path) 
     (folder / "uploads" / "file-cut").write_bytes(b"half")
     (folder / "files" / "file-lost").write_bytes(b"whole, but never told of")
     store.close()
-    store = Store(folder, BOUNDS)
+    store = opener("batches")
     assert os.listdir(folder / "uploads") == []
     assert os.listdir(folder / "files") == ["file-1"]
-    assert claim(store, "next").batch.id == "batch-1", "its owner is gone with the lock"
-    store.close()
+    if batches_url:
+        assert store.claim("next", 109.0, LEASE_S) is None, "others may have what it had"
+        assert claim(store, "next", 110.0).batch.id == "batch-1"
+    else:
+        assert claim(store, "next").batch.id == "batch-1", "its owner is gone with the lock"
 
 
-def test_a_full_disk_is_said_so_and_nothing_half_is_kept(store: Store) -> None:
+def test_a_full_disk_is_said_so_and_nothing_half_is_kept(tmp_path: Path) -> None:
+    store: Any = SqliteStore(tmp_path / "batches", Bounds(3, 2))
     upload(store, "one", "file-1")
     add(store, "one", "batch-1", "file-1")
     mine = claim(store)
@@ -230,3 +275,74 @@ def test_a_full_disk_is_said_so_and_nothing_half_is_kept(store: Store) -> None:
     store._db.execute("PRAGMA max_page_count = 1000000")
     assert store.answered_lines(mine) == set()
     assert store.add_answers(mine, [Answer(0, True, b"x" * 1_000_000)]).completed == 1
+    store.close()
+
+
+@shared
+def test_what_one_router_keeps_another_has_too(opener: Opener, tmp_path: Path) -> None:
+    here, there = opener("here"), opener("there")
+    # More than a part.
+    content = b"".join(b'{"line": %d}\n' % number for number in range(200_000))
+    file = upload(here, "one", "file-1", content)
+    assert os.listdir(tmp_path / "there" / "files") == []
+    assert there.path(there.get_file("one", "file-1", 100.0)).read_bytes() == content
+    add(there, "one", "batch-1", "file-1")
+    mine = claim(here)
+    assert there.claim("other", 105.0, LEASE_S) is None
+    assert here.input_path(mine.batch).read_bytes() == content
+    assert there.cancel("one", "batch-1", 105.0).status == "cancelling"
+    assert here.renew(mine, 106.0, LEASE_S).status == "cancelling"
+    here.add_answers(mine, [Answer(0, True, b"answer")])
+    batch = here.finalize(mine, "cancelled", names(), 107.0, 60.0)
+    output = there.get_file("one", batch.facts.output_file_id, 108.0)
+    assert there.path(output).read_bytes() == b"answer\n"
+    # Deleted by one, its bytes are nowhere once the other has looked.
+    there.delete_file("one", file.id, 108.0)
+    assert here.expire(200.0, 1e9) == 1
+    assert there.expire(200.0, 1e9) == 0
+    assert os.listdir(tmp_path / "here" / "files") == os.listdir(tmp_path / "there" / "files") == []
+    assert here._rows("SELECT * FROM parts") == []
+
+
+@shared
+def test_a_database_that_goes_away_is_said_so_and_found_again(opener: Opener) -> None:
+    store, other = opener("here"), opener("there")
+    upload(store, "one", "file-1")
+    add(store, "one", "batch-1", "file-1")
+    mine = claim(store)
+    store.begin(mine, 1, 101.0)
+
+    def cut() -> None:
+        other._rows("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+
+    for call in (
+        lambda: store.get_batch("one", "batch-1"),
+        lambda: store.add_answers(mine, [Answer(0, True, b"answer")]),
+    ):
+        cut()
+        with pytest.raises(StoreError, match="cannot be used now") as refused:
+            call()
+        assert refused.value.kind == "away"
+        call()
+    assert store.get_batch("one", "batch-1").completed == 1
+
+
+@shared
+def test_a_router_that_stands_still_in_mid_change_is_not_waited_for(opener: Opener) -> None:
+    store, still = opener("here"), opener("there")
+    upload(store, "one", "file-1")
+    # Sooner than it would be, for the test.
+    still._rows("SELECT set_config('idle_in_transaction_session_timeout', '200ms', false)")
+    still._begin(())
+    add(store, "one", "batch-1", "file-1")
+    assert claim(store).batch.id == "batch-1"
+    with pytest.raises(StoreError):
+        still.get_batch("one", "batch-1")
+
+
+@shared
+def test_a_database_of_another_version_is_refused(opener: Opener) -> None:
+    store = opener("here")
+    store._rows("UPDATE version SET version = 9 RETURNING version")
+    with pytest.raises(StoreError, match="of version 9, this program reads 1"):
+        opener("there")

@@ -225,7 +225,7 @@ class Runner:
     async def _steps(self, work: _Work) -> None:
         """From where it stands to its end, or to where it must be left."""
         batch = await self._do(self._store.renew, work.claim, self._wall_s(), self._settings.lease_s)
-        path = self._store.input_path(batch)
+        path = await self._do(self._store.input_path, batch)
         if not batch.facts.ending and not await asyncio.to_thread(path.exists):
             # Somebody else's hand was in the folder: it will not come back by itself.
             lost = LineError("input_lost", "the input file is not there any more")

@@ -2,8 +2,8 @@
 
 It serves on a socket in a folder of this process's own, so that nobody but the doors can speak in a tenant's name. What
 values may be is decided here, for both doors. While another process has the store (the router before this one, a second
-one on the machine), calls are told so and the store is tried again each second: where two routers are configured alike,
-one is the other's standby.
+one on the machine) or its database is away, calls are told so and the store is tried again each second: of two routers
+with the same folder, one is the other's standby.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
+from headrace import postgres
 from headrace.batches import lines
 from headrace.batches.door import InnerDoor
+from headrace.batches.postgres import PostgresStore
 from headrace.batches.runner import Background, Runner, Settings
-from headrace.batches.store import Batch, Bounds, Facts, File, Store, StoreError
+from headrace.batches.store import Batch, Bounds, Facts, File, SqliteStore, Store, StoreError
 from headrace.config import BatchesConfig
 from headrace.errors import error
 from headrace.serving import SERVER_OPTIONS
@@ -50,6 +52,7 @@ _CODES = {
     "limit": types_pb2.ERROR_CODE_RATE_LIMIT_EXCEEDED,
     "full": types_pb2.ERROR_CODE_UNAVAILABLE,
     "busy": types_pb2.ERROR_CODE_UNAVAILABLE,
+    "away": types_pb2.ERROR_CODE_UNAVAILABLE,
 }
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -72,7 +75,8 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
 
     def __init__(self, config: BatchesConfig, owner: str, door: Path, *, wall_s: Callable[[], float] = time.time):
         self._config = config
-        self._owner = owner
+        # A process may have the name of one before it, which has still a lease.
+        self._owner = f"{owner}-{secrets.token_hex(4)}"
         self._door = InnerDoor(door)
         self._wall_s = wall_s
         self._background: Background | None = None
@@ -83,7 +87,9 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
     # -- its life
 
     async def start(self, socket: Path) -> None:
-        """Serves there, and opens the store as soon as nobody else has it."""
+        """Serves there, and opens the store as soon as nobody else has it. Raises ConfigError."""
+        if self._config.database:
+            postgres.check("batches.database")
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         batches_pb2_grpc.add_BatchServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self._server.add_insecure_port(f"unix:{socket}")
@@ -117,11 +123,9 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
 
     async def _open(self) -> Store:
         told = ""
-        folder = Path(self._config.data_dir)
-        bounds = Bounds(self._config.max_files, self._config.max_open_batches)
         while True:
             try:
-                return await asyncio.to_thread(Store, folder, bounds)
+                return await asyncio.to_thread(open_store, self._config)
             except StoreError as failure:
                 # Once for each reason, not once a second.
                 if str(failure) != told:
@@ -230,7 +234,8 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
             if request.offset > file.bytes:
                 raise invalid("offset", f"the file has {file.bytes} bytes, got offset {request.offset}")
             # Deleted meanwhile, it is read to its end all the same.
-            with await _on_disk(open, self._store.path(file), "rb") as content:
+            path = await self._do(self._store.path, file)
+            with await _on_disk(open, path, "rb") as content:
                 content.seek(request.offset)
                 yield batches_pb2.DownloadFileResponse(file=_file(file))
                 while data := await _on_disk(content.read, PART_BYTES):
@@ -285,6 +290,14 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
     def _nudge(self) -> None:
         if self._runner is not None:
             self._runner.nudge()
+
+
+def open_store(config: BatchesConfig) -> Store:
+    """Raises StoreError."""
+    folder, bounds = Path(config.data_dir), Bounds(config.max_files, config.max_open_batches)
+    if config.database:
+        return PostgresStore(config.database, folder, bounds)
+    return SqliteStore(folder, bounds)
 
 
 def new_file_id() -> str:

@@ -1,7 +1,8 @@
-"""What is known of files and batches, on disk: SQLite for the facts and the answers, a folder for files' bytes.
+"""What is known of files and batches: facts and answers in a database, and files' bytes.
 
-Every change is one transaction, so a process that is killed at any point leaves a state from which another goes on. Two
-rules make each line of a batch appear once, whoever runs it:
+:class:`Store` has all that is the same wherever that is; :class:`SqliteStore` keeps it in a folder, ``postgres.py`` in
+PostgreSQL. Every change is one transaction, so a process that is killed at any point leaves a state from which another
+goes on. Two rules make each line of a batch appear once, whoever runs it:
 
 - a batch is worked on under a **lease** (an owner, a time until which it holds, and a number that grows with each
   owner); whatever a runner writes names the number, and is refused once another has taken over;
@@ -9,14 +10,15 @@ rules make each line of a batch appear once, whoever runs it:
   rows at the end, in the order of the input, and appear by a rename under names that were drawn before.
 
 A row of ``files`` is written after its bytes are on disk and deleted before they are; bytes without a row are swept
-away at the start. Time and the dice are arguments. All methods block; :mod:`headrace.batches.service` calls them from
-one thread. SQL and paths stand here and nowhere else: another database is another class with these methods.
+away. Time and the dice are arguments. All methods block; :mod:`headrace.batches.service` calls them from one thread.
+SQL and paths stand here and in ``postgres.py`` and nowhere else.
 
 What this module leaves to others: what lines mean (``lines.py``), who may ask (the doors).
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import fcntl
 import json
@@ -32,53 +34,59 @@ from headrace.errors import HeadraceError
 #: Grows with each change of the tables below that an older program could not read.
 SCHEMA = 1
 
+_ANSWERS_AT_ONCE = 500
+
 #: A batch is still worked on.
 OPEN_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 
-_TABLES = """
-CREATE TABLE files (
-    place INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL,
-    purpose TEXT NOT NULL,
-    filename TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    created_s INTEGER NOT NULL,
-    expires_s INTEGER
-);
-CREATE INDEX files_of_tenant ON files (tenant, place);
-CREATE TABLE batches (
-    place INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL,
-    status TEXT NOT NULL,
-    facts TEXT NOT NULL,
-    total INTEGER NOT NULL DEFAULT 0,
-    completed INTEGER NOT NULL DEFAULT 0,
-    failed INTEGER NOT NULL DEFAULT 0,
-    prompt_tokens INTEGER NOT NULL DEFAULT 0,
-    cached_prompt_tokens INTEGER NOT NULL DEFAULT 0,
-    completion_tokens INTEGER NOT NULL DEFAULT 0,
-    owner TEXT NOT NULL DEFAULT '',
-    leased_until_s REAL NOT NULL DEFAULT 0,
-    epoch INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX batches_of_tenant ON batches (tenant, place);
-CREATE INDEX batches_by_status ON batches (status);
-CREATE TABLE answers (
-    batch INTEGER NOT NULL,
-    line INTEGER NOT NULL,
-    succeeded INTEGER NOT NULL,
-    body BLOB NOT NULL,
-    PRIMARY KEY (batch, line)
-);
-"""
+
+def tables(place: str, blob: str) -> tuple[str, ...]:
+    """What makes them. ``place``: the type of a number that counts rows; ``blob``: of bytes."""
+    return (
+        f"""CREATE TABLE files (
+            place {place},
+            id TEXT NOT NULL UNIQUE,
+            tenant TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            filename TEXT NOT NULL,
+            bytes BIGINT NOT NULL,
+            created_s BIGINT NOT NULL,
+            expires_s BIGINT
+        )""",
+        "CREATE INDEX files_of_tenant ON files (tenant, place)",
+        f"""CREATE TABLE batches (
+            place {place},
+            id TEXT NOT NULL UNIQUE,
+            tenant TEXT NOT NULL,
+            status TEXT NOT NULL,
+            facts TEXT NOT NULL,
+            total BIGINT NOT NULL DEFAULT 0,
+            completed BIGINT NOT NULL DEFAULT 0,
+            failed BIGINT NOT NULL DEFAULT 0,
+            prompt_tokens BIGINT NOT NULL DEFAULT 0,
+            cached_prompt_tokens BIGINT NOT NULL DEFAULT 0,
+            completion_tokens BIGINT NOT NULL DEFAULT 0,
+            owner TEXT NOT NULL DEFAULT '',
+            leased_until_s DOUBLE PRECISION NOT NULL DEFAULT 0,
+            epoch BIGINT NOT NULL DEFAULT 0
+        )""",
+        "CREATE INDEX batches_of_tenant ON batches (tenant, place)",
+        "CREATE INDEX batches_by_status ON batches (status)",
+        f"""CREATE TABLE answers (
+            batch BIGINT NOT NULL,
+            line BIGINT NOT NULL,
+            succeeded BIGINT NOT NULL,
+            body {blob} NOT NULL,
+            PRIMARY KEY (batch, line)
+        )""",
+    )
 
 
 class StoreError(HeadraceError):
     """The store cannot do what was asked.
 
-    ``kind`` is "not_found", "invalid", "limit" (of the tenant), "full" (the disk) or "busy" (the folder).
+    ``kind`` is "not_found", "invalid", "limit" (of the tenant), "full" (the disk), "busy" (the folder) or "away" (the
+    database).
     """
 
     def __init__(self, kind: str, message: str, param: str = "") -> None:
@@ -189,8 +197,8 @@ class Bounds:
     max_open_batches: int
 
 
-class Store:
-    """One folder; it belongs to the process that has it open, until that ends."""
+class Store(abc.ABC):
+    """What is the same wherever it is kept. ``folder`` belongs to the process that has it open, until that ends."""
 
     def __init__(self, folder: Path, bounds: Bounds) -> None:
         """Raises StoreError: "busy" when another process has the folder."""
@@ -209,63 +217,88 @@ class Store:
                 raise StoreError("busy", f"{folder} is in use by another router; each needs its own") from None
         except OSError as error:
             raise StoreError("full", f"cannot use {folder}: {error.strerror or error}") from error
+        self._db: Any = None
         try:
-            self._open(folder / "batches.sqlite3")
-        except sqlite3.Error as error:
-            self._lock.close()
-            raise StoreError("full", f"cannot use {folder / 'batches.sqlite3'}: {error}") from error
+            self._open(folder)
+            for path in self._uploads.iterdir():
+                path.unlink(missing_ok=True)
+            self._sweep()
         except BaseException:
-            self._lock.close()
+            self.close()
             raise
 
-    def _open(self, path: Path) -> None:
-        # One thread at a time, but not always the same.
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
-        os.chmod(path, 0o600)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        # A committed answer is not asked for again, so it has to be on the disk.
-        self._db.execute("PRAGMA synchronous = FULL")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
-        elif version != SCHEMA:
-            self._db.close()
-            raise StoreError("busy", f"{path} is of version {version}, this program reads {SCHEMA}")
-        with self._change() as db:
-            # The lock says that no other process is there: whoever had a lease is gone.
-            db.execute("UPDATE batches SET owner = '', leased_until_s = 0 WHERE owner != ''")
-        self._sweep()
+    # -- what is another's elsewhere
 
-    def _sweep(self) -> None:
-        """Bytes that no row speaks of: of uploads and of deletions that were cut off."""
-        for path in self._uploads.iterdir():
-            path.unlink(missing_ok=True)
-        known = {name for (name,) in self._db.execute("SELECT id FROM files")}
-        for path in self._files.iterdir():
-            if path.name not in known:
-                path.unlink(missing_ok=True)
+    @abc.abstractmethod
+    def _open(self, folder: Path) -> None:
+        """Sets ``_db``, with the tables. Raises StoreError."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def _failures() -> tuple[type[Exception], ...]:
+        """What ``_db`` may raise."""
+
+    @abc.abstractmethod
+    def _failed(self, error: Exception) -> StoreError:
+        """What that means."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def _fact(name: str) -> str:
+        """One of a batch's facts in a statement, as a text or a number."""
+
+    @abc.abstractmethod
+    def _begin(self, uploads: Sequence[str]) -> None:
+        """A transaction beside which nobody changes anything. These uploads are files when it is committed."""
+
+    @abc.abstractmethod
+    def _path(self, file_id: str) -> Path:
+        """Where a file's bytes are on this machine. Raises StoreError."""
+
+    # -- statements
 
     def close(self) -> None:
         """Lets another process have it."""
-        self._db.close()
+        if self._db is not None:
+            self._db.close()
         self._lock.close()
 
     @contextlib.contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        """One transaction. Raises StoreError "full" when the disk takes no more, or is not what it was."""
+    def _answering(self) -> Iterator[None]:
+        """What the database says becomes a StoreError."""
         try:
-            self._db.execute("BEGIN IMMEDIATE")
+            yield
+        except self._failures() as error:
+            raise self._failed(error) from error
+
+    @contextlib.contextmanager
+    def _change(self, *uploads: str) -> Iterator[Any]:
+        """One transaction, which speaks of these uploads too. Raises StoreError when nothing can be changed now."""
+        with self._answering():
             try:
+                self._begin(uploads)
                 yield self._db
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
-        except sqlite3.DatabaseError as error:
-            if self._db.in_transaction:
-                with contextlib.suppress(sqlite3.Error):
+                with contextlib.suppress(*self._failures()):
                     self._db.execute("ROLLBACK")
-            raise StoreError("full", f"the disk of batches.data_dir takes no more: {error}") from error
+                raise
+
+    def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
+        with self._answering():
+            found: list[Any] = self._db.execute(statement, tuple(values)).fetchall()
+            return found
+
+    def _row(self, statement: str, values: Sequence[Any]) -> Any:
+        """The first, or None."""
+        return next(iter(self._rows(statement, values)), None)
+
+    def _sweep(self) -> None:
+        """Bytes here that no row speaks of."""
+        known = {name for (name,) in self._rows("SELECT id FROM files")}
+        for path in self._files.iterdir():
+            if path.name not in known:
+                path.unlink(missing_ok=True)
 
     # -- files
 
@@ -275,26 +308,17 @@ class Store:
         return self._uploads / file_id
 
     def _check_files(self, tenant: str) -> None:
-        (count,) = self._db.execute("SELECT COUNT(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()
+        (count,) = self._row("SELECT COUNT(*) FROM files WHERE tenant = ?", (tenant,))
         if count >= self._bounds.max_files:
             raise StoreError("limit", f"{count} files are kept, the limit is {self._bounds.max_files}: delete some")
 
     def add_file(self, tenant: str, file: File) -> None:
         """The upload is complete: its bytes lie where :meth:`begin_upload` said, and are on the disk."""
-        self._publish(self._uploads / file.id, file.id)
-        with self._change() as db:
+        with self._change(file.id) as db:
             self._insert_file(db, tenant, file)
 
-    def _publish(self, path: Path, file_id: str) -> None:
-        os.replace(path, self._files / file_id)
-        handle = os.open(self._files, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
     @staticmethod
-    def _insert_file(db: sqlite3.Connection, tenant: str, file: File) -> None:
+    def _insert_file(db: Any, tenant: str, file: File) -> None:
         db.execute(
             "INSERT INTO files (id, tenant, purpose, filename, bytes, created_s, expires_s) "
             "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -303,21 +327,21 @@ class Store:
 
     def get_file(self, tenant: str, file_id: str, now_s: float) -> File:
         """Raises StoreError "not_found": also for another tenant's, and for one whose time is over."""
-        row = self._db.execute(
+        row = self._row(
             "SELECT id, purpose, filename, bytes, created_s, expires_s FROM files WHERE id = ? AND tenant = ?",
             (file_id, tenant),
-        ).fetchone()
+        )
         if row is None or (row[5] is not None and row[5] <= now_s):
             raise StoreError("not_found", f"there is no file {_shown(file_id)}", "id")
         return File(*row)
 
     def path(self, file: File) -> Path:
-        """Where its bytes are."""
-        return self._files / file.id
+        """Where its bytes are, on this machine."""
+        return self._path(file.id)
 
     def input_path(self, batch: Batch) -> Path:
-        """Where its input's bytes are; they stay until it is over."""
-        return self._files / batch.facts.input_file_id
+        """Where its input's bytes are, on this machine; they stay until it is over."""
+        return self._path(batch.facts.input_file_id)
 
     def list_files(
         self, tenant: str, now_s: float, *, after: str, limit: int, purpose: str = "", ascending: bool = False
@@ -340,13 +364,13 @@ class Store:
     ) -> tuple[list[Any], bool]:
         if after:
             # `table` is one of two literals.
-            row = self._db.execute(f"SELECT place FROM {table} WHERE id = ? AND tenant = ?", (after, tenant)).fetchone()
+            row = self._row(f"SELECT place FROM {table} WHERE id = ? AND tenant = ?", (after, tenant))
             if row is None:
                 raise StoreError("not_found", f"after: there is no {_shown(after)}", "after")
             query += " AND place > ?" if ascending else " AND place < ?"
             values = (*values, row[0])
         query += f" ORDER BY place {'ASC' if ascending else 'DESC'} LIMIT ?"
-        rows = self._db.execute(query, (*values, limit + 1)).fetchall()
+        rows = self._rows(query, (*values, limit + 1))
         return rows[:limit], len(rows) > limit
 
     def delete_file(self, tenant: str, file_id: str, now_s: float) -> None:
@@ -356,12 +380,11 @@ class Store:
             if (batch := self._reader_of(db, file_id)) is not None:
                 raise StoreError("invalid", f"the file is the input of {batch}, which is not finished", "id")
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
-        self.path(file).unlink(missing_ok=True)
+        (self._files / file.id).unlink(missing_ok=True)
 
-    @staticmethod
-    def _reader_of(db: sqlite3.Connection, file_id: str) -> str | None:
+    def _reader_of(self, db: Any, file_id: str) -> str | None:
         row = db.execute(
-            f"SELECT id FROM batches WHERE status IN {OPEN_STATUSES} AND facts ->> 'input_file_id' = ?", (file_id,)
+            f"SELECT id FROM batches WHERE status IN {OPEN_STATUSES} AND {self._fact('input_file_id')} = ?", (file_id,)
         ).fetchone()
         return None if row is None else str(row[0])
 
@@ -373,13 +396,14 @@ class Store:
                 for (name,) in db.execute("SELECT id FROM files WHERE expires_s <= ?", (now_s,)).fetchall()
                 if self._reader_of(db, name) is None
             ]
-            db.executemany("DELETE FROM files WHERE id = ?", [(name,) for name in gone])
-            ended = db.execute(
-                f"DELETE FROM batches WHERE status NOT IN {OPEN_STATUSES} AND facts ->> 'created_s' < ?",
+            for name in gone:
+                db.execute("DELETE FROM files WHERE id = ?", (name,))
+            ended: int = db.execute(
+                f"DELETE FROM batches WHERE status NOT IN {OPEN_STATUSES} AND {self._fact('created_s')} < ?",
                 (now_s - keep_batches_s,),
             ).rowcount
-        for name in gone:
-            (self._files / name).unlink(missing_ok=True)
+        # Those of which others have deleted the rows, too.
+        self._sweep()
         return len(gone) + ended
 
     # -- batches, for those who ask
@@ -410,9 +434,7 @@ class Store:
 
     def get_batch(self, tenant: str, batch_id: str) -> Batch:
         """Raises StoreError "not_found": also for another tenant's."""
-        row = self._db.execute(
-            f"SELECT {self._COLUMNS} FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)
-        ).fetchone()
+        row = self._row(f"SELECT {self._COLUMNS} FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant))
         if row is None:
             raise StoreError("not_found", f"there is no batch {_shown(batch_id)}", "id")
         return _batch(row)
@@ -440,14 +462,17 @@ class Store:
         """A batch that nobody works on, for ``lease_s``; None when there is none. ``ending``: only one that needs no
         more than its end. Tenants take turns, each with its oldest.
         """
-        only = " AND (status IN ('cancelling', 'finalizing') OR facts ->> 'expires_s' <= :now_s)" if ending else ""
+        only, values = "", [now_s, owner]
+        if ending:
+            only = f" AND (status IN ('cancelling', 'finalizing') OR {self._fact('expires_s')} <= ?)"
+            values.append(now_s)
         with self._change() as db:
             row = db.execute(
                 f"SELECT {self._COLUMNS}, epoch FROM batches AS each WHERE status IN {OPEN_STATUSES} "
                 # What this one has, it has, even where it was too busy to say so.
-                f"AND leased_until_s <= :now_s AND owner != :owner{only} ORDER BY (SELECT COUNT(*) FROM batches "
-                "WHERE tenant = each.tenant AND leased_until_s > :now_s), place LIMIT 1",
-                {"now_s": now_s, "owner": owner},
+                f"AND leased_until_s <= ? AND owner != ?{only} ORDER BY (SELECT COUNT(*) FROM batches "
+                "WHERE tenant = each.tenant AND leased_until_s > ?), place LIMIT 1",
+                (*values, now_s),
             ).fetchone()
             if row is None:
                 return None
@@ -496,8 +521,7 @@ class Store:
 
     def answered_lines(self, claim: Claim) -> set[int]:
         """Those that are not to be asked again."""
-        rows = self._db.execute("SELECT line FROM answers WHERE batch = ?", (self._place(claim),))
-        return {line for (line,) in rows}
+        return {line for (line,) in self._rows("SELECT line FROM answers WHERE batch = ?", (self._place(claim),))}
 
     def add_answers(self, claim: Claim, answers: Sequence[Answer]) -> Batch:
         """Writes them down, all or none. A line that has an answer keeps it. Raises LeaseLost."""
@@ -506,8 +530,8 @@ class Store:
             place = self._place(claim)
             for answer in answers:
                 added = db.execute(
-                    "INSERT OR IGNORE INTO answers (batch, line, succeeded, body) VALUES (?, ?, ?, ?)",
-                    (place, answer.line, answer.succeeded, answer.body),
+                    "INSERT INTO answers (batch, line, succeeded, body) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                    (place, answer.line, int(answer.succeeded), answer.body),
                 )
                 if added.rowcount == 1:
                     batch = replace(
@@ -543,7 +567,7 @@ class Store:
             if size := self._write_out(self._place(claim), file_id, succeeded):
                 name = f"{batch.id}_{'output' if succeeded else 'error'}.jsonl"
                 written.append(File(file_id, "batch_output", name, size, int(now_s), expires_s))
-        with self._change() as db:
+        with self._change(*(file.id for file in written)) as db:
             self._mine(db, claim)
             for file in written:
                 self._insert_file(db, batch.tenant, file)
@@ -560,43 +584,47 @@ class Store:
         return batch
 
     def _write_out(self, place: int, file_id: str, succeeded: bool) -> int:
-        """The answers of that kind as a file; its size, and no file when there are none."""
+        """The answers of that kind as an upload; its size, and no file when there are none."""
         path = self._uploads / file_id
-        size = 0
-        rows = self._db.execute(
-            "SELECT body FROM answers WHERE batch = ? AND succeeded = ? ORDER BY line", (place, succeeded)
-        )
+        size, after = 0, -1
         try:
-            with open(path, "wb", opener=_private) as file:
-                for (body,) in rows:
-                    size += file.write(body) + file.write(b"\n")
+            with open(path, "wb", opener=private) as file:
+                # Some at a time: all of them may be more than fits in memory.
+                while rows := self._rows(
+                    "SELECT line, body FROM answers WHERE batch = ? AND succeeded = ? AND line > ? "
+                    f"ORDER BY line LIMIT {_ANSWERS_AT_ONCE}",
+                    (place, int(succeeded), after),
+                ):
+                    for _, body in rows:
+                        size += file.write(body) + file.write(b"\n")
+                    after = rows[-1][0]
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise StoreError("full", f"the disk of batches.data_dir takes no more: {error.strerror}") from error
+            raise disk_error(error) from error
         if size == 0:
             path.unlink()
-            return 0
-        self._publish(path, file_id)
         return size
 
-    def _mine(self, db: sqlite3.Connection, claim: Claim) -> Batch:
+    def _mine(self, db: Any, claim: Claim) -> Batch:
         row = db.execute(
-            f"SELECT {self._COLUMNS} FROM batches WHERE id = ? AND epoch = ?", (claim.batch.id, claim.epoch)
+            # One that is over is nobody's: also where its end was written and not heard of.
+            f"SELECT {self._COLUMNS} FROM batches WHERE id = ? AND epoch = ? AND status IN {OPEN_STATUSES}",
+            (claim.batch.id, claim.epoch),
         ).fetchone()
         if row is None:
             raise LeaseLost(claim.batch.id)
         return _batch(row)
 
     def _place(self, claim: Claim) -> int:
-        row = self._db.execute("SELECT place FROM batches WHERE id = ?", (claim.batch.id,)).fetchone()
+        row = self._row("SELECT place FROM batches WHERE id = ?", (claim.batch.id,))
         if row is None:
             raise LeaseLost(claim.batch.id)
         return int(row[0])
 
     @staticmethod
-    def _put(db: sqlite3.Connection, batch: Batch, *, over: bool = False) -> None:
+    def _put(db: Any, batch: Batch, *, over: bool = False) -> None:
         """``over``: nobody works on it any more."""
         lease = ", owner = '', leased_until_s = 0" if over else ""
         db.execute(
@@ -616,8 +644,67 @@ class Store:
         )
 
 
-def _private(path: str, flags: int) -> int:
+def disk_error(error: OSError) -> StoreError:
+    """What the disk said."""
+    return StoreError("full", f"the disk of batches.data_dir takes no more: {error.strerror or error}")
+
+
+def private(path: str, flags: int) -> int:
+    """Opens what nobody else may read."""
     return os.open(path, flags, 0o600)
+
+
+class SqliteStore(Store):
+    """In a folder of this process's own."""
+
+    def _open(self, folder: Path) -> None:
+        path = folder / "batches.sqlite3"
+        try:
+            # One thread at a time, but not always the same.
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+            os.chmod(path, 0o600)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            # A committed answer is not asked for again, so it has to be on the disk.
+            self._db.execute("PRAGMA synchronous = FULL")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                made = tables("INTEGER PRIMARY KEY AUTOINCREMENT", "BLOB")
+                self._db.executescript(f"BEGIN; {'; '.join(made)}; PRAGMA user_version = {SCHEMA}; COMMIT;")
+            elif version != SCHEMA:
+                raise StoreError("busy", f"{path} is of version {version}, this program reads {SCHEMA}")
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError("full", f"cannot use {path}: {error}") from error
+        with self._change() as db:
+            # The lock says that no other process is there: whoever had a lease is gone.
+            db.execute("UPDATE batches SET owner = '', leased_until_s = 0 WHERE owner != ''")
+
+    @staticmethod
+    def _failures() -> tuple[type[Exception], ...]:
+        return (sqlite3.Error,)
+
+    def _failed(self, error: Exception) -> StoreError:
+        return StoreError("full", f"the disk of batches.data_dir takes no more: {error}")
+
+    @staticmethod
+    def _fact(name: str) -> str:
+        return f"facts ->> '{name}'"
+
+    def _begin(self, uploads: Sequence[str]) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for file_id in uploads:
+                os.replace(self._uploads / file_id, self._files / file_id)
+            if uploads:
+                handle = os.open(self._files, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
+        except OSError as error:
+            raise disk_error(error) from error
+
+    def _path(self, file_id: str) -> Path:
+        return self._files / file_id
 
 
 def _batch(row: Sequence[Any]) -> Batch:
