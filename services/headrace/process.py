@@ -15,13 +15,16 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 from headrace.config import TelemetryConfig
 from headrace.errors import ConfigError
+
+#: How often a file that is followed is looked at.
+LOOK_EVERY_S = 1.0
 
 
 def configure_logging(telemetry: TelemetryConfig) -> None:
@@ -100,6 +103,27 @@ def _held(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+async def changes(path: Path) -> AsyncIterator[None]:
+    """Once at first, since it may have changed after it was read, and again whenever a file is another than before."""
+    seen: tuple[int, int, int] | None = None
+    while True:
+        mark = _mark(path)
+        # Gone for a moment is no change: editors put a new file in the place of the old one.
+        if mark not in (seen, None):
+            seen = mark
+            yield
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    """Tells one state of a file from another without reading it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class StopSignals:

@@ -109,6 +109,11 @@ class UpView:
         """Something happened that people should know; quiet or not."""
         self._console.print(f"[yellow]![/yellow] {escape(harmless(text))}")
 
+    def changed(self, text: str) -> None:
+        """Something else is in force now."""
+        if not self._quiet:
+            self._console.print(f"[green]✓[/green] {escape(harmless(text))}")
+
     def ready(self, mesh: Mesh) -> None:
         """All is up."""
         if self._json_line is not None:

@@ -6,6 +6,9 @@ addresses it had at first, so that the others find it again. On SIGINT, SIGTERM 
 inwards: router, workers, then scheduler and cache; each gets its drain grace, then SIGKILL. A second signal kills at
 once.
 
+Of the user's configuration file only ``[[aliases]]`` are followed while all is up: workers of models that become needed
+are started, then the router is shown the new ones. What else changed in it is told, and needs a restart.
+
 No process is left behind, whatever happens to this one: each child leads a process group of its own, which is killed as
 a whole, and asks the kernel to be killed when its parent dies (``__main__.py``). Being in a session of its own it also
 never sees the terminal's Ctrl-C: only this process decides when it stops.
@@ -29,7 +32,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -38,7 +41,7 @@ from headrace import config as configuration
 from headrace import tls as certificates
 from headrace.config import Config, ModelConfig, split_address
 from headrace.errors import ConfigError, HeadraceError
-from headrace.process import state_folder
+from headrace.process import changes, state_folder
 from headrace.tls import ClientTls
 
 #: The environment variable by which a child knows whom not to outlive.
@@ -125,6 +128,9 @@ class Reporter(Protocol):
     def warn(self, text: str) -> None:
         """Something happened that people should know."""
 
+    def changed(self, text: str) -> None:
+        """Something else is in force now."""
+
     def ready(self, mesh: Mesh) -> None:
         """All is up."""
 
@@ -134,6 +140,8 @@ class Reporter(Protocol):
 
 #: The command line of a child: its spec, its settings as they are now, and the common configuration file.
 Command = Callable[[Spec, Sequence[str], Path], list[str]]
+#: The user's configuration file, and how it is read again.
+Again = tuple[Path, Callable[[], Config]]
 #: ``models.prepare``.
 Prepare = Callable[..., object]
 #: Wait until the router at this address sees so many ready workers of this model.
@@ -238,13 +246,13 @@ class Plan:
         settings = [f"scheduler.cache={followed}"]
         return [self._service("scheduler", settings, names, self.config.scheduler.drain_grace_s)]
 
-    def outer_specs(self, scheduler: str, cache: str) -> list[Spec]:
-        """Those who need to know the addresses of the inner ones (cache: empty = there is none)."""
+    def outer_specs(self, scheduler: str, cache: str, served: Sequence[str]) -> list[Spec]:
+        """Those who need to know the addresses of the inner ones (cache: empty = there is none). Numbers of workers
+        follow the order of ``served``, so that further models at its end change none of those before."""
         router, worker = self.config.router, self.config.worker
         settings = [f"router.scheduler={scheduler}"] + ([f"router.cache={cache}"] if router.cache else [])
         names = {"http": "http_address", "grpc": "grpc_address"}
         specs = [self._service("router", settings, names, router.drain_grace_s + router.settle_s)]
-        served = self.config.served()
         models = [(model, "worker") for model in served for _ in range(self.workers)]
         prefill = [(model, "prefill") for model in served for _ in range(self.prefill_workers)]
         for index, (model, kind) in [*enumerate(models, 1), *enumerate(prefill, 1)]:
@@ -520,12 +528,17 @@ class Supervisor:
         plan: Plan,
         reporter: Reporter,
         *,
+        again: Again | None = None,
         command: Command = headrace_command,
         prepare: Prepare | None = None,
         probe: Probe | None = None,
     ) -> None:
+        """``again``: the user's file, and how to read it as the plan's configuration was read."""
         self._plan = plan
         self._reporter = reporter
+        self._again = again
+        #: Models that have workers.
+        self._served = list(plan.config.served())
         self._command = command
         self._prepare = prepare
         self._tls = ClientTls.of(plan.config.tls)
@@ -546,7 +559,7 @@ class Supervisor:
         with _folder(self._plan.log_dir) as (self._folder, keep_folder):
             try:
                 await self._race(self._bring_up())
-                await self.stop.wait()
+                await self._race(self._follow())
             except BaseException:
                 if self._children:
                     keep_folder()
@@ -572,22 +585,19 @@ class Supervisor:
     async def _bring_up(self) -> None:
         plan, config = self._plan, self._plan.config
         self._config_file = self._folder / "headrace.toml"
-        self._config_file.touch(mode=0o600)
-        self._config_file.write_text(configuration.to_toml(config), encoding="utf-8")
-        await self._phase("model", self._prepare_models())
+        self._write_config(config)
+        await self._phase("model", self._prepare_models(config.models, config.served()))
         await self._phase("services", self._start_inner())
-        scheduler = reachable(self._children["scheduler"].ready["address"])
-        cache = reachable(self._children["cache"].ready["address"]) if plan.uses_cache else ""
-        outer = plan.outer_specs(scheduler, cache)
-        await self._phase("engine", self._start_outer(outer))
+        outer = self._outer_specs(plan, self._served)
+        await self._phase("engine", self._start_outer(outer, self._served))
         router = self._children["router"].ready
         workers = tuple(self._children[spec.name].ready for spec in outer if spec.service == "worker")
         self._reporter.ready(
             Mesh(
                 http=reachable(router["http"]),
                 grpc=reachable(router["grpc"]),
-                scheduler=scheduler,
-                cache=cache,
+                scheduler=self._inner("scheduler"),
+                cache=self._inner("cache"),
                 workers=tuple({key: value for key, value in worker.items() if key != "ready"} for worker in workers),
                 model=config.worker.model,
                 logs=self._folder,
@@ -595,16 +605,85 @@ class Supervisor:
             )
         )
 
+    def _write_config(self, config: Config) -> None:
+        """The file that all children read, put in place whole: the router follows it."""
+        fresh = self._config_file.with_suffix(".new")
+        fresh.touch(mode=0o600)
+        fresh.write_text(configuration.to_toml(config), encoding="utf-8")
+        fresh.replace(self._config_file)
+
+    def _inner(self, service: str) -> str:
+        """Where to reach it; empty = there is none."""
+        child = self._children.get(service)
+        return "" if child is None else reachable(child.ready["address"])
+
+    def _outer_specs(self, plan: Plan, served: Sequence[str]) -> list[Spec]:
+        return plan.outer_specs(self._inner("scheduler"), self._inner("cache"), served)
+
+    async def _follow(self) -> None:
+        """Puts changed aliases of the user's file in force. Never returns."""
+        if self._again is None:
+            await self.stop.wait()
+            return
+        path, read = self._again
+        async for _ in changes(path):
+            try:
+                await self._change(await asyncio.to_thread(read))
+            except (HeadraceError, OSError) as error:
+                self._reporter.warn(f"{path}: the former aliases stay in force: {error}")
+
+    async def _change(self, fresh: Config) -> None:
+        current = self._plan.config
+        others = [item.name for item in dataclasses.fields(Config) if item.name != "aliases"]
+        if changed := [name for name in others if getattr(fresh, name) != getattr(current, name)]:
+            what = f"only [[aliases]] are followed; what changed under {', '.join(changed)} needs a restart"
+            self._reporter.warn(f"{what} of headrace up")
+        if fresh.aliases == current.aliases:
+            return
+        config = dataclasses.replace(current, aliases=fresh.aliases)
+        known = {model.name for model in current.models}
+        if unknown := [model for model in config.served() if model not in known]:
+            raise ConfigError(f"{unknown[0]} was not under [[models]] when headrace up was started; it needs a restart")
+        plan = dataclasses.replace(self._plan, config=config)
+        more = [model for model in config.served() if model not in self._served]
+        if more:
+            await self._serve_too(plan, more)
+        self._write_config(config)
+        self._plan = plan
+        said = "the aliases have changed"
+        if more:
+            said += f"; workers of {', '.join(more)} were started"
+        if idle := [model for model in self._served if model not in config.served()]:
+            said += f"; those of {', '.join(idle)} stay, as models under their own names, until a restart"
+        self._reporter.changed(said)
+
+    async def _serve_too(self, plan: Plan, more: Sequence[str]) -> None:
+        """Starts workers of further models, or leaves nothing of them."""
+        models = [model for model in plan.config.models if model.name in more]
+        await self._phase("model", self._prepare_models(models, more))
+        served = [*self._served, *more]
+        specs = [spec for spec in self._outer_specs(plan, served) if spec.name not in self._children]
+        try:
+            await self._phase("engine", self._start_outer(specs, more))
+        except UpError:
+            names = {f"keep {spec.name}" for spec in specs}
+            for keeper in [keeper for keeper in self._keepers if keeper.get_name() in names]:
+                keeper.cancel()
+            children = [self._children.pop(spec.name) for spec in specs if spec.name in self._children]
+            await asyncio.gather(*(self._stop_one(child) for child in children))
+            raise
+        self._served = served
+
     async def _phase(self, name: str, work: Awaitable[None]) -> None:
         self._reporter.begin(name)
         await work
         self._reporter.end(name)
 
-    async def _prepare_models(self) -> None:
+    async def _prepare_models(self, models: Sequence[ModelConfig], served: Collection[str]) -> None:
         """In a thread that ends with the process: loading can't be interrupted, and files are put in place whole."""
         prepare = self._prepare if self._prepare is not None else _models_prepare()
-        served, engine = self._plan.config.served(), self._plan.config.worker.engine
-        for model in self._plan.config.models:
+        engine = self._plan.config.worker.engine
+        for model in models:
             weights = model.name in served and engine == "llama_cpp"
 
             def work(model: ModelConfig = model, weights: bool = weights) -> None:
@@ -617,16 +696,15 @@ class Supervisor:
 
     async def _start_inner(self) -> None:
         await self._start(self._plan.cache_specs())
-        cache = reachable(self._children["cache"].ready["address"]) if self._plan.uses_cache else ""
-        await self._start(self._plan.scheduler_specs(cache))
+        await self._start(self._plan.scheduler_specs(self._inner("cache")))
 
-    async def _start_outer(self, specs: Sequence[Spec]) -> None:
+    async def _start_outer(self, specs: Sequence[Spec], models: Sequence[str]) -> None:
         await self._start(specs)
         workers = sum(spec.service == "worker" for spec in specs)
         address = reachable(self._children["router"].ready["grpc"])
         try:
             async with asyncio.timeout(MESH_READY_TIMEOUT_S):
-                for model in self._plan.config.served():
+                for model in models:
                     await self._probe(address, model, self._plan.workers)
         except TimeoutError as error:
             raise UpError(
@@ -801,8 +879,8 @@ def stop_signals(supervisor: Supervisor) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def run(plan: Plan, reporter: Reporter) -> None:
+async def run(plan: Plan, reporter: Reporter, again: Again | None = None) -> None:
     """``headrace up``."""
-    supervisor = Supervisor(plan, reporter)
+    supervisor = Supervisor(plan, reporter, again=again)
     with stop_signals(supervisor):
         await supervisor.run()

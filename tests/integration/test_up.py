@@ -48,15 +48,15 @@ class Up:
     """`headrace up` with the toy model and a simulated engine."""
 
     def __init__(self, folder: Path) -> None:
-        model = ToyModel("toy", context_tokens=512)
-        config = folder / "headrace.toml"
-        config.write_text(
-            f'[[models]]\nname = "toy"\nsource = "{model.write(folder)}"\n'
-            '[scheduler]\naddress = "127.0.0.1:0"\nmetrics_address = "127.0.0.1:0"\n'
+        models = [ToyModel(name, context_tokens=512) for name in ("toy", "small")]
+        self.config = folder / "headrace.toml"
+        self.config.write_text(
+            "".join(f'[[models]]\nname = "{model.name}"\nsource = "{model.write(folder)}"\n' for model in models)
+            + '[scheduler]\naddress = "127.0.0.1:0"\nmetrics_address = "127.0.0.1:0"\n'
             '[cache]\naddress = "127.0.0.1:0"\nmetrics_address = "127.0.0.1:0"\n'
             '[worker]\nengine = "sim"\nmodel = "toy"\n'
         )
-        arguments = ["up", "--config", str(config), "--http-port", "0", "--grpc-port", "0", "--json"]
+        arguments = ["up", "--config", str(self.config), "--http-port", "0", "--grpc-port", "0", "--json"]
         # It is asked, not killed, so that it can take its own children along.
         self.process = Process("up", arguments, folder / "up.log", death=signal.SIGTERM)
         self.http = ""
@@ -66,8 +66,8 @@ class Up:
         self.http = said["http"].removeprefix("http://")
         return self
 
-    async def answers(self) -> bool:
-        body = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    async def answers(self, model: str = "toy") -> bool:
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
         with contextlib.suppress(OSError):
             return (await http(self.http, "POST", "/v1/chat/completions", body))[0] == 200
         return False
@@ -115,6 +115,20 @@ async def test_a_child_that_dies_is_started_again(up: Up) -> None:
     below = children(up.process.pid)
     assert up.process.stop() == 0
     assert not any(alive(pid) for pid in below)
+
+
+async def test_aliases_that_come_while_it_is_up_are_served(up: Up) -> None:
+    assert not await up.answers("smart")
+    alias = "".join(f'[[aliases.variants]]\nmodel = "{model}"\n' for model in ("toy", "small"))
+    with up.config.open("a") as config:
+        config.write(f'[[aliases]]\nname = "smart"\n{alias}')
+    await eventually(lambda: up.answers("smart"), "the name is there", 60)
+    status, _, page = await http(up.http, "GET", "/routes")
+    assert status == 200
+    (smart,) = page["aliases"]
+    assert [(each["model"], each["ready_workers"]) for each in smart["variants"]] == [("toy", 1), ("small", 1)]
+    assert len(named(up, "worker")) == 2
+    assert up.process.stop() == 0
 
 
 def named(up: Up, name: str) -> list[int]:

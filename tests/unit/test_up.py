@@ -25,7 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.fake_router import FakeRouter
 
-from headrace import up
+from headrace import config as configuration
+from headrace import process, up
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
 from headrace.up import Backoff, Child, Log, Mesh, Plan, Spec, Supervisor, UpError
@@ -171,6 +172,7 @@ class Recorder:
 
     phases: list[str] = field(default_factory=list)
     warnings: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    changes: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     mesh: asyncio.Future[Mesh] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     stopped: int = 0
 
@@ -185,6 +187,9 @@ class Recorder:
 
     def warn(self, text: str) -> None:
         self.warnings.put_nowait(text)
+
+    def changed(self, text: str) -> None:
+        self.changes.put_nowait(text)
 
     def ready(self, mesh: Mesh) -> None:
         self.mesh.set_result(mesh)
@@ -290,6 +295,134 @@ async def test_children_get_the_effective_configuration(control: Control) -> Non
     await finished(running)
     assert "slots = 3" in files[0]
     assert len(set(files)) == 1
+
+
+MODELS = """
+[[models]]
+name = "q8"
+source = "embedded"
+quantization = "Q8_0"
+[[models]]
+name = "q4"
+source = "embedded"
+quantization = "Q4_0"
+"""
+NEW_MODEL = """
+[[models]]
+name = "q5"
+source = "embedded"
+quantization = "BF16"
+"""
+ALIAS = """
+[[aliases]]
+name = "smart"
+[[aliases.variants]]
+model = "q8"
+[[aliases.variants]]
+model = "q4"
+"""
+
+
+@dataclass
+class Followed:
+    """A mesh that follows a file, and how to write it."""
+
+    path: Path
+    recorder: Recorder
+    boss: Supervisor
+    mesh: Mesh
+
+    def write(self, text: str) -> None:
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(self.path)
+
+    def shown(self) -> Config:
+        """What the router sees."""
+        return configuration.load(self.mesh.logs / "headrace.toml")
+
+
+@pytest.fixture
+async def followed(control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
+    monkeypatch.setattr(process, "LOOK_EVERY_S", 0.01)
+    path = tmp_path / "headrace.toml"
+    path.write_text(MODELS)
+
+    def read() -> Config:
+        return up.effective_config(path, http_port=0, grpc_port=0)
+
+    prepared: list[str] = []
+
+    def prepare(source: str, quantization: str, *, weights: bool, progress: object) -> None:
+        prepared.append(f"{quantization} {weights}")
+
+    plan = Plan(read(), workers=2, log_dir=tmp_path / "logs")
+    boss, recorder = supervisor(control, plan, again=(path, read), prepare=prepare)
+    running, mesh = await brought_up(boss, recorder)
+    assert prepared == ["Q8_0 True", "Q4_0 False"]
+    yield Followed(path, recorder, boss, mesh)
+    boss.stop.set()
+    await finished(running)
+
+
+async def test_new_aliases_are_followed_with_workers_for_what_they_need(control: Control, followed: Followed) -> None:
+    recorder = followed.recorder
+    followed.write(MODELS + ALIAS)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await recorder.changes.get() == "the aliases have changed; workers of q4 were started"
+    assert [alias.name for alias in followed.shown().aliases] == ["smart"]
+    workers = {life.name: life for life in control.lives if life.name.startswith("worker")}
+    assert sorted(workers) == ["worker-1", "worker-2", "worker-3", "worker-4"]
+    assert [workers[f"worker-{number}"].settings.get("worker.model") for number in (1, 2, 3, 4)] == [
+        *(None, None),
+        *("q4", "q4"),
+    ]
+    # They are kept like all others.
+    workers["worker-3"].tell("exit 1")
+    await control.life("worker-3", 2)
+    followed.write(MODELS)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert "those of q4 stay" in await recorder.changes.get()
+    assert followed.shown().aliases == ()
+    followed.write(MODELS + ALIAS)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await recorder.changes.get() == "the aliases have changed"
+    assert len({life.name for life in control.lives if life.name.startswith("worker")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("[[aliases]\n", "stay in force"),
+        (MODELS + "[worker]\nslots = 9\n", "what changed under worker needs a restart of headrace up"),
+        (MODELS + ALIAS.replace("q4", "q5") + NEW_MODEL, "q5 was not under [[models]] when headrace up was started"),
+    ],
+    ids=["broken", "another section", "a new model"],
+)
+async def test_what_is_not_followed_is_said(control: Control, followed: Followed, text: str, warning: str) -> None:
+    followed.write(text)
+    seen: list[str] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while not any(warning in each for each in seen):
+            seen.append(await followed.recorder.warnings.get())
+    # And what comes after it is.
+    followed.write(MODELS + ALIAS)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert "workers of q4" in await followed.recorder.changes.get()
+
+
+async def test_workers_that_cannot_be_started_leave_the_former_aliases(control: Control, followed: Followed) -> None:
+    control.modes["worker-4"] = "fails"
+    followed.write(MODELS + ALIAS)
+    async with asyncio.timeout(TIMEOUT_S):
+        warning = await followed.recorder.warnings.get()
+        assert "stay in force: worker-4 ended before it was ready" in warning
+        await (await control.life("worker-3")).ended.wait()
+    assert followed.shown().aliases == ()
+    del control.modes["worker-4"]
+    followed.write(MODELS + ALIAS + "# again")
+    async with asyncio.timeout(TIMEOUT_S):
+        assert "workers of q4" in await followed.recorder.changes.get()
 
 
 async def test_a_child_that_dies_is_started_again_where_it_was(control: Control) -> None:
@@ -613,7 +746,7 @@ def test_a_plan_that_cannot_be(settings: list[str], workers: int, message: str) 
 
 
 def test_workers_for_prompts_are_beside_the_others() -> None:
-    specs = Plan(up.effective_config(None), workers=2, prefill_workers=1).outer_specs("a:1", "b:2")
+    specs = Plan(up.effective_config(None), workers=2, prefill_workers=1).outer_specs("a:1", "b:2", ["smollm2-135m"])
     assert [spec.name for spec in specs] == ["router", "worker-1", "worker-2", "prefill-1"]
     assert ["worker.role=prefill" in spec.settings for spec in specs] == [False, False, False, True]
     assert "worker.worker_id=prefill-1" in specs[3].settings
@@ -625,8 +758,8 @@ def test_workers_for_prompts_are_beside_the_others() -> None:
 
 def test_a_configured_worker_name_is_kept() -> None:
     config = up.effective_config(None, ["worker.worker_id=w"])
-    one = Plan(config).outer_specs("a:1", "b:2")
-    two = Plan(config, workers=2).outer_specs("a:1", "b:2")
+    one = Plan(config).outer_specs("a:1", "b:2", ["smollm2-135m"])
+    two = Plan(config, workers=2).outer_specs("a:1", "b:2", ["smollm2-135m"])
     assert "worker.worker_id=w" in one[1].settings
     assert ["worker.worker_id=w-1" in two[1].settings, "worker.worker_id=w-2" in two[2].settings] == [True, True]
 

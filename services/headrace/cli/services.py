@@ -57,18 +57,22 @@ def up(
     """Start all services on this machine, and stop them on Ctrl-C.
 
     With --json one line is printed when all is up. Ports other than the router's are chosen by the system unless they
-    are configured.
+    are configured. Changes of [[aliases]] in the file come into force while all is up, with workers for models that
+    become needed; what else changes there needs a restart.
     """
     from headrace import up as one_box
     from headrace.terminal import UpView
 
-    effective = one_box.effective_config(
-        config, overrides or (), model=model, engine=engine, http_port=http_port, grpc_port=grpc_port
-    )
-    plan = one_box.Plan(effective, workers=workers, prefill_workers=prefill_workers, log_dir=log_dir)
+    def read() -> Config:
+        return one_box.effective_config(
+            config, overrides or (), model=model, engine=engine, http_port=http_port, grpc_port=grpc_port
+        )
+
+    again = None if config is None else (config, read)
+    plan = one_box.Plan(read(), workers=workers, prefill_workers=prefill_workers, log_dir=log_dir)
     view = UpView(quiet=quiet or as_json, json_line=(lambda mesh: json.dumps(mesh.to_dict())) if as_json else None)
     try:
-        asyncio.run(one_box.run(plan, view))
+        asyncio.run(one_box.run(plan, view, again))
     finally:
         view.close()
 

@@ -21,7 +21,7 @@ from headrace import models
 from headrace._gateway import Router
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
-from headrace.process import StopSignals, configure_logging, print_ready, temporary_folder
+from headrace.process import StopSignals, changes, configure_logging, print_ready, temporary_folder
 
 #: Where the data plane asks for files and batches, and where these ask the data plane.
 BATCHES_SOCKET, DOOR_SOCKET = "batches.sock", "door.sock"
@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 #: The configuration's file, and how it is read again.
 Again = tuple[Path, Callable[[], Config]]
-#: How often that file is looked at.
-LOOK_EVERY_S = 1.0
 
 
 async def run(config: Config, again: Again | None = None) -> None:
@@ -86,13 +84,7 @@ async def _batches(config: Config, sockets: Path) -> AsyncIterator[None]:
 async def follow(router: Router, config: Config, again: Again) -> None:
     """Put changed aliases in force; what cannot be read is told of once and leaves the former. Never returns."""
     path, read = again
-    seen = _mark(path)
-    while True:
-        await asyncio.sleep(LOOK_EVERY_S)
-        mark = _mark(path)
-        if mark in (seen, None):
-            continue
-        seen = mark
+    async for _ in changes(path):
         try:
             fresh = await asyncio.to_thread(read)
             if fresh.aliases != config.aliases:
@@ -102,15 +94,6 @@ async def follow(router: Router, config: Config, again: Again) -> None:
                 log.info("the aliases have changed and are in force")
         except (HeadraceError, ValueError) as error:
             log.warning("the former aliases stay in force: %s", error)
-
-
-def _mark(path: Path) -> tuple[int, int, int] | None:
-    """Tells one state of a file from another without reading it."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def router_id() -> str:
