@@ -155,6 +155,9 @@ class Router:
     def set_aliases(self, aliases_json: str) -> None:
         """Put these aliases in the place of the former ones: a JSON list. Raises ValueError when a setting is wrong."""
 
+    def show_batches(self, standing_json: str) -> None:
+        """Show this of batches on the page of metrics: a JSON object. Raises ValueError when it is none."""
+
     def drain(self) -> None:
         """Take nothing new and wait for open streams, within the grace of the configuration."""
 

@@ -209,6 +209,41 @@ async def test_a_batch_is_cancelled_and_keeps_what_is_done(client: Any, up: Mesh
     await eventually(quiet, "what was under way has ended")
 
 
+async def test_how_batches_stand_is_on_the_page_of_metrics(up: Mesh, client: Any) -> None:
+    async def page() -> dict[str, float]:
+        _, _, text = await http(up.http, "GET", "/metrics")
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("headrace_router_batch"))
+        return {name.removeprefix("headrace_router_"): float(value) for name, value in lines}
+
+    async def idle() -> Any:
+        shown = await page()
+        return shown if shown.get('batches{status="in_progress"}') == 0 else None
+
+    before = await eventually(idle, "no batch is open")
+    assert before['batch_lines{state="queued"}'] == before['batch_lines{state="running"}'] == 0
+    # For some seconds, and more than go at once.
+    long = [line(f"c{number}", max_tokens=240) for number in range(400)]
+    batch = await start(client, *long, line("bad", temperature=-1))
+
+    async def busy() -> bool:
+        shown = await page()
+        lines = [shown[f'batch_lines{{state="{state}"}}'] for state in ("queued", "running")]
+        return all([*lines, shown['batches{status="in_progress"}']]) and shown["batch_due_seconds"] > 86_000
+
+    await eventually(busy, "its lines are shown")
+    assert (await ends(client, batch, 60.0)).status == "completed"
+
+    async def over() -> bool:
+        shown = await page()
+        added = [
+            shown[f'batch_answers_total{{result="{result}"}}'] - before[f'batch_answers_total{{result="{result}"}}']
+            for result in ("completed", "failed")
+        ]
+        return added == [400, 1] and shown["batch_oldest_seconds"] == 0
+
+    await eventually(over, "its answers are counted")
+
+
 async def test_what_is_late_is_told_so(client: Any) -> None:
     batch = await start(
         client, line("quick"), *(line(f"c{number}", max_tokens=200) for number in range(300)), completion_window="2s"

@@ -21,6 +21,7 @@ from headrace.batches.store import (
     LeaseLost,
     LineError,
     SqliteStore,
+    Standing,
     Store,
     StoreError,
 )
@@ -276,6 +277,20 @@ def test_a_full_disk_is_said_so_and_nothing_half_is_kept(tmp_path: Path) -> None
     assert store.answered_lines(mine) == set()
     assert store.add_answers(mine, [Answer(0, True, b"x" * 1_000_000)]).completed == 1
     store.close()
+
+
+def test_how_it_stands_is_of_all_that_is_not_over(store: Store) -> None:
+    assert store.standing(100.0) == Standing({}, 0, 0.0, 0.0)
+    for tenant in ("one", "two", "three"):
+        upload(store, tenant, f"file-{tenant}")
+        add(store, tenant, f"batch-{tenant}", f"file-{tenant}", expires_s=400)
+    first, second = claim(store), claim(store)
+    store.begin(first, 5, 101.0)
+    store.add_answers(first, [Answer(0, True, b"answer"), Answer(3, False, b"error")])
+    assert store.standing(130.0) == Standing({"in_progress": 1, "validating": 2}, 3, 30.0, 270.0)
+    store.refuse(second, [LineError("empty_file", "no line")], 131.0)
+    store.finalize(first, "completed", names(), 132.0, 0.0)
+    assert store.standing(500.0) == Standing({"validating": 1}, 0, 400.0, 0.0)
 
 
 @shared

@@ -84,6 +84,27 @@ pub struct VariantLabels {
     pub variant: String,
 }
 
+/// `status` is one of those of a batch that is not over.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct BatchLabels {
+    pub status: &'static str,
+}
+
+/// `state` is "queued" or "running".
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct LineLabels {
+    pub state: &'static str,
+}
+
+/// `result` is "completed" or "failed".
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct AnswerLabels {
+    pub result: &'static str,
+}
+
 /// A number that is not whole.
 pub type Real = Gauge<f64, AtomicU64>;
 
@@ -110,6 +131,11 @@ pub struct Metrics {
     pub handoffs: Counter,
     /// See where they are registered.
     pub handoffs_lost: Counter,
+    pub batches: Family<BatchLabels, Gauge>,
+    pub batch_lines: Family<LineLabels, Gauge>,
+    pub batch_answers: Family<AnswerLabels, Counter<u64, AtomicU64>>,
+    pub batch_oldest_s: Real,
+    pub batch_due_s: Real,
     pub leases: Gauge,
     pub worker_links: Gauge,
     pub ttft_s: Family<ModelLabel, Histogram>,
@@ -139,6 +165,11 @@ impl Default for Metrics {
             resumes: Counter::default(),
             handoffs: Counter::default(),
             handoffs_lost: Counter::default(),
+            batches: Family::default(),
+            batch_lines: Family::default(),
+            batch_answers: Family::default(),
+            batch_oldest_s: Real::default(),
+            batch_due_s: Real::default(),
             leases: Gauge::default(),
             worker_links: Gauge::default(),
             ttft_s: Family::new_with_constructor(|| Histogram::new(TTFT_S)),
@@ -164,6 +195,11 @@ impl Default for Metrics {
             resumes,
             handoffs,
             handoffs_lost,
+            batches,
+            batch_lines,
+            batch_answers,
+            batch_oldest_s,
+            batch_due_s,
             leases,
             worker_links,
             ttft_s,
@@ -239,6 +275,31 @@ impl Default for Metrics {
             "handoffs_lost",
             "Of these, those that it did not compute: the one that answers did",
             handoffs_lost.clone(),
+        );
+        registry.register(
+            "batches",
+            "Batches that are not over, all that are kept where this router keeps them",
+            batches.clone(),
+        );
+        registry.register(
+            "batch_lines",
+            "Lines of these without an answer: queued ones by whoever has them, running ones in this router",
+            batch_lines.clone(),
+        );
+        registry.register(
+            "batch_answers",
+            "Lines of batches that this router has written an answer to",
+            batch_answers.clone(),
+        );
+        registry.register(
+            "batch_oldest_seconds",
+            "Since the oldest batch that is not over was created",
+            batch_oldest_s.clone(),
+        );
+        registry.register(
+            "batch_due_seconds",
+            "Until the first window of these ends; 0 = there is none",
+            batch_due_s.clone(),
         );
         registry.register("leases", "Leases held now", leases.clone());
         registry.register("worker_links", "Open streams to workers", worker_links.clone());

@@ -27,6 +27,7 @@ use tokio_stream::StreamExt as _;
 use tokio_util::sync::CancellationToken;
 
 use super::{
+    batches::Standing,
     compute::Compute,
     config::{AliasConfig, PlaneConfig},
     generation, grpc, http, log,
@@ -134,6 +135,11 @@ impl Server {
     /// Puts these names with several variants in the place of the former ones. The error is for people.
     pub fn set_aliases(&self, aliases: &[AliasConfig]) -> Result<(), String> {
         self.plane.routes.set(aliases, &self.plane.metrics)
+    }
+
+    /// What the keeper of files and batches says of them.
+    pub fn show_batches(&self, standing: &Standing) {
+        standing.show(&self.plane.metrics);
     }
 
     /// Leaves politely: not ready, then no new connections, then open streams end within the grace, then the rest is told.

@@ -6,6 +6,7 @@ use pyo3::{
 };
 
 use crate::plane::{
+    batches::Standing,
     config::{AliasConfig, PlaneConfig},
     server::Server,
 };
@@ -51,6 +52,14 @@ impl Router {
         let server = self.running()?;
         py.detach(|| server.set_aliases(&aliases))
             .map_err(PyValueError::new_err)
+    }
+
+    /// What is shown of batches on the page of metrics: a `Standing`. Raises ValueError when it is none.
+    fn show_batches(&self, standing_json: &str) -> PyResult<()> {
+        let standing: Standing =
+            serde_json::from_str(standing_json).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        self.running()?.show_batches(&standing);
+        Ok(())
     }
 
     /// Takes nothing new and waits for open streams, within the grace of the configuration.

@@ -125,6 +125,8 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._stopping = False
+        #: Lines that were answered here, well and otherwise.
+        self.completed_lines = self.failed_lines = 0
 
     def nudge(self) -> None:
         """There is a batch, or one was cancelled: look now."""
@@ -375,7 +377,7 @@ class Runner:
         answers = list(work.unwritten)
         while True:
             try:
-                await self._do(self._store.add_answers, work.claim, answers)
+                await self._add(work, answers)
                 break
             except StoreError as error:
                 log.warning("batch %s: answers wait to be written: %s", work.claim.batch.id, error)
@@ -385,6 +387,12 @@ class Runner:
                 await asyncio.sleep(RETRY_S)
         for _ in answers:
             work.unwritten.popleft()
+
+    async def _add(self, work: _Work, answers: list[Answer]) -> None:
+        await self._do(self._store.add_answers, work.claim, answers)
+        succeeded = sum(answer.succeeded for answer in answers)
+        self.completed_lines += succeeded
+        self.failed_lines += len(answers) - succeeded
 
     async def _give_up(self, work: _Work, source: _Source) -> None:
         """Its window is over: each line without an answer is told so."""
@@ -399,9 +407,9 @@ class Runner:
         while (line := await source.next()) is not None:
             answers.append(told(line))
             if len(answers) >= 1000:
-                await self._do(self._store.add_answers, work.claim, answers)
+                await self._add(work, answers)
                 answers = []
-        await self._do(self._store.add_answers, work.claim, answers)
+        await self._add(work, answers)
 
 
 @dataclass

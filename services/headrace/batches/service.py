@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 import secrets
@@ -43,8 +44,8 @@ PART_BYTES = 256 * 1024
 MAX_PAGE_FILES, MAX_PAGE_BATCHES, PAGE_BATCHES = 10_000, 100, 20
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_VALUE = 16, 64, 512
 MIN_WINDOW_S, MAX_WINDOW_S = 1, 30 * 86_400
-#: Between tries for the store, and between looks for what is to be deleted.
-OPEN_EVERY_S, EXPIRE_EVERY_S = 1.0, 60.0
+#: Between tries for the store, between looks for what is to be deleted, and between words for the page of metrics.
+OPEN_EVERY_S, EXPIRE_EVERY_S, SHOW_EVERY_S = 1.0, 60.0, 2.0
 
 _CODES = {
     "not_found": types_pb2.ERROR_CODE_NOT_FOUND,
@@ -73,8 +74,18 @@ def invalid(param: str, message: str) -> Refused:
 class BatchService(batches_pb2_grpc.BatchServiceServicer):
     """Files and batches of one router."""
 
-    def __init__(self, config: BatchesConfig, owner: str, door: Path, *, wall_s: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        config: BatchesConfig,
+        owner: str,
+        door: Path,
+        *,
+        show: Callable[[str], None] = lambda _standing: None,
+        wall_s: Callable[[], float] = time.time,
+    ):
+        """``show`` is told every few seconds how batches stand, for the page of metrics."""
         self._config = config
+        self._show = show
         # A process may have the name of one before it, which has still a lease.
         self._owner = f"{owner}-{secrets.token_hex(4)}"
         self._door = InnerDoor(door)
@@ -110,6 +121,7 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
         )
         self._runner = Runner(self._background, self._door, settings, self._owner, new_file_id, wall_s=self._wall_s)
         self._tasks.append(asyncio.create_task(self._runner.run(), name="batch runner"))
+        self._tasks.append(asyncio.create_task(self._keep_showing(self._runner), name="batch metrics"))
         while True:
             try:
                 # Batches are kept as long as files are, but those of files that are kept for ever a year.
@@ -120,6 +132,25 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
             except Exception:
                 log.exception("batches: nothing could be deleted")
             await asyncio.sleep(EXPIRE_EVERY_S)
+
+    async def _keep_showing(self, runner: Runner) -> None:
+        while True:
+            try:
+                standing = await self._do(self._store.standing, self._wall_s())
+                running = runner.lines_under_way
+                shown = {
+                    "open": standing.open,
+                    "queued_lines": max(standing.lines - running, 0),
+                    "running_lines": running,
+                    "completed_lines": runner.completed_lines,
+                    "failed_lines": runner.failed_lines,
+                    "oldest_s": standing.oldest_s,
+                    "due_s": standing.due_s,
+                }
+                self._show(json.dumps(shown))
+            except StoreError as failure:
+                log.debug("batches: nothing could be shown: %s", failure)
+            await asyncio.sleep(SHOW_EVERY_S)
 
     async def _open(self) -> Store:
         told = ""

@@ -170,6 +170,19 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """Batches that are not over, of all tenants."""
+
+    #: How many, by status.
+    open: dict[str, int]
+    #: Lines without an answer; those of batches that are not validated yet are not known.
+    lines: int
+    #: Since the oldest was created, and until the first window ends; 0 = there is none.
+    oldest_s: float
+    due_s: float
+
+
+@dataclass(frozen=True)
 class Claim:
     """The right to work on a batch, and the number that proves it."""
 
@@ -455,6 +468,18 @@ class Store(abc.ABC):
                 batch = replace(batch, status="cancelling", facts=replace(batch.facts, cancelling_s=int(now_s)))
                 self._put(db, batch)
         return batch
+
+    def standing(self, now_s: float) -> Standing:
+        """How it stands. Raises StoreError."""
+        rows = self._rows(
+            f"SELECT status, COUNT(*), SUM(total - completed - failed), MIN({self._fact('created_s')}), "
+            f"MIN({self._fact('expires_s')}) FROM batches WHERE status IN {OPEN_STATUSES} GROUP BY status"
+        )
+        if not rows:
+            return Standing({}, 0, 0.0, 0.0)
+        statuses, counts, lines, created_s, expires_s = zip(*rows, strict=True)
+        oldest_s, due_s = now_s - min(created_s), min(expires_s) - now_s
+        return Standing(dict(zip(statuses, counts, strict=True)), int(sum(lines)), max(oldest_s, 0.0), max(due_s, 0.0))
 
     # -- batches, for their runner
 

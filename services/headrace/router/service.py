@@ -42,7 +42,7 @@ async def run(config: Config, again: Again | None = None) -> None:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         try:
-            async with _batches(config, sockets):
+            async with _batches(config, sockets, router):
                 print_ready("router", http=router.http_address, grpc=router.grpc_address)
                 following = asyncio.create_task(follow(router, config, again)) if again is not None else None
                 await signals.stopping.wait()
@@ -65,7 +65,7 @@ def _socket_folder(config: Config) -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def _batches(config: Config, sockets: Path) -> AsyncIterator[None]:
+async def _batches(config: Config, sockets: Path, router: Router) -> AsyncIterator[None]:
     """Files and batches, where they are kept. What is under way ends within the router's own grace."""
     if not config.batches.data_dir:
         yield
@@ -73,7 +73,7 @@ async def _batches(config: Config, sockets: Path) -> AsyncIterator[None]:
     # Here, so that a router without batches needs no gRPC of Python's.
     from headrace.batches.service import BatchService
 
-    service = BatchService(config.batches, router_id(), sockets / DOOR_SOCKET)
+    service = BatchService(config.batches, router_id(), sockets / DOOR_SOCKET, show=router.show_batches)
     await service.start(sockets / BATCHES_SOCKET)
     try:
         yield

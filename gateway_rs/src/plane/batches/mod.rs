@@ -7,7 +7,11 @@
 pub mod grpc;
 pub mod http;
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::{atomic::Ordering, Arc},
+};
 
 use hyper_util::rt::TokioIo;
 use tokio::{
@@ -21,7 +25,13 @@ use tonic::{
 };
 use tonic_types::StatusExt;
 
-use super::{config::BatchesConfig, links::MAX_MESSAGE_BYTES, tenants::Tenant, Plane};
+use super::{
+    config::BatchesConfig,
+    links::MAX_MESSAGE_BYTES,
+    metrics::{AnswerLabels, BatchLabels, LineLabels, Metrics},
+    tenants::Tenant,
+    Plane,
+};
 use crate::{
     error::{ApiError, ErrorCode},
     proto::batch_service_client::BatchServiceClient,
@@ -32,6 +42,42 @@ const TENANT: &str = "x-headrace-tenant-bin";
 
 /// Files that are on their way at once, up and down: each has a buffer here.
 const MAX_TRANSFERS: usize = 64;
+
+/// What is shown of them on the page of metrics. Their keeper says it every few seconds.
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Standing {
+    open: BTreeMap<String, i64>,
+    queued_lines: i64,
+    running_lines: i64,
+    completed_lines: u64,
+    failed_lines: u64,
+    oldest_s: f64,
+    due_s: f64,
+}
+
+/// Of a batch that is not over.
+const STATUSES: [&str; 4] = ["validating", "in_progress", "finalizing", "cancelling"];
+
+impl Standing {
+    /// Puts it there.
+    pub fn show(&self, metrics: &Metrics) {
+        for status in STATUSES {
+            let count = self.open.get(status).copied().unwrap_or(0);
+            metrics.batches.get_or_create(&BatchLabels { status }).set(count);
+        }
+        for (state, count) in [("queued", self.queued_lines), ("running", self.running_lines)] {
+            metrics.batch_lines.get_or_create(&LineLabels { state }).set(count);
+        }
+        for (result, count) in [("completed", self.completed_lines), ("failed", self.failed_lines)] {
+            let answers = metrics.batch_answers.get_or_create(&AnswerLabels { result });
+            // They are counted where they are written.
+            answers.inner().store(count, Ordering::Relaxed);
+        }
+        metrics.batch_oldest_s.set(self.oldest_s);
+        metrics.batch_due_s.set(self.due_s);
+    }
+}
 
 /// The way to where they are kept.
 pub struct Batches {
