@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use headrace_core::{budgets::Settlement, scheduler::events::Link};
+use headrace_core::{
+    budgets::{Price, Settlement},
+    scheduler::events::Link,
+};
 
 use crate::{
     proto::{self, Outcome},
@@ -70,6 +73,9 @@ pub fn settlement(said: proto::Settlement) -> Settlement {
         session: said.session_id.into(),
         alias: said.alias.into(),
         pool: said.pool.into(),
+        best: said.best_pool.into(),
+        best_price: Price::default(),
+        shadow: said.shadow,
         class: class_of(said.class),
         placed_s: said.placed_s,
         outcome: outcome_name(outcome).into(),

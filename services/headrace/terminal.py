@@ -431,9 +431,19 @@ def show_usage(answer: usage.Usage) -> None:
     for column in by:
         table.add_column(column)
     counts = ("requests", "prompt", "reused", "output", "replayed")
-    for column in (*counts, "dollars", "$/1k tokens", "saved by KV", "by answers"):
+    lines = [*answer.lines, answer.total]
+    levers = {
+        "saved by KV": "prefix_cache_saved_dollars",
+        "by answers": "response_cache_saved_dollars",
+        "by variants": "variants_saved_dollars",
+        "by batch": "batch_saved_dollars",
+        "for shadows": "shadow_dollars",
+    }
+    # Those that nobody uses take no room.
+    used = {title: name for title, name in levers.items() if any(getattr(line, name) for line in lines)}
+    for column in (*counts, "dollars", "$/1k tokens", *used):
         table.add_column(column, justify="right")
-    for line in [*answer.lines, answer.total]:
+    for line in lines:
         per_1k = line.dollars_per_1k_tokens
         table.add_row(
             *(line.group.get(name, "all") or "-" for name in by),
@@ -444,8 +454,7 @@ def show_usage(answer: usage.Usage) -> None:
             f"{line.replayed_tokens:,}",
             f"{line.dollars:.6f}",
             "-" if per_1k is None else f"{per_1k:.6f}",
-            f"{line.prefix_cache_saved_dollars:.6f}",
-            f"{line.response_cache_saved_dollars:.6f}",
+            *(f"{getattr(line, name):.6f}" for name in used.values()),
         )
     stdout().print(table)
 

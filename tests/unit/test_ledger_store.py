@@ -160,10 +160,70 @@ def test_usage_adds_up_and_says_what_was_saved(database: str) -> None:
         assert acme.mean_ttft_s == pytest.approx(0.3)
         assert answer.total.requests == 4
         assert answer.to_csv().splitlines()[0].startswith("tenant,day,requests,")
+        assert (acme.variants_saved_dollars, acme.batch_saved_dollars, acme.shadow_dollars) == (0, 0, 0)
         own = usage.ask(store, usage.Question((), "other", to_s=MIDNIGHT_MS / 1000))
         assert (own.lines, own.total.requests, own.total.dollars_per_1k_tokens) == ([], 0, None)
     with pytest.raises(ConfigError, match="usage is by tenant"):
         usage.Question(("colour",))
+
+
+def test_batch_work_saved_what_others_paid_more_for_the_same_tokens(database: str) -> None:
+    # By day a thousandth of a dollar for a token of a prompt, two hundredths for one of an answer.
+    by_day = {"prompt_price": 1_000_000_000, "output_price": 20_000_000_000}
+    by_night = {"prompt_price": 500_000_000, "output_price": 5_000_000_000, "class": "batch"}
+    batch = {"prompt_tokens": 1000, "cached_tokens": 400, "output_tokens": 100}
+    with contextlib.closing(Store.open(database, "one")) as store:
+        store.carry_out(
+            [
+                row(1, tenant="other", prompt_tokens=100, output_tokens=10, **by_day),
+                # Before anything was measured: it says nothing of prices.
+                row(2, prompt_tokens=10_000, output_tokens=10_000),
+                row(3, **batch, **by_night),
+                row(4, variant="alone", **batch, **by_night),
+                row(5, **batch, **by_night, shadow=1, nano_dollars=800_000_000),
+                row(6, **batch, **{"class": "batch"}),
+                row(7, **batch, **by_night, placed_ms=MIDNIGHT_MS - DAY_MS),
+            ],
+            shared=False,
+        )
+        today = usage.ask(store, usage.Question(("variant",), "acme", from_s=MIDNIGHT_MS / 1000))
+        saved = {line.group["variant"]: line.batch_saved_dollars for line in today.lines}
+        assert saved == {"toy": pytest.approx(600 * 0.0005 + 100 * 0.015), "alone": 0.0}
+        assert today.total.batch_saved_dollars == pytest.approx(1.8)
+        assert today.total.shadow_dollars == 0.8
+        # The day before, nobody else asked.
+        assert usage.ask(store, usage.Question((), to_s=MIDNIGHT_MS / 1000)).total.batch_saved_dollars == 0.0
+        assert usage.ask(store, usage.Question(())).total.batch_saved_dollars == pytest.approx(3.6)
+
+
+def test_what_a_tenant_has_spent_is_of_the_limits_times(database: str) -> None:
+    with contextlib.closing(Store.open(database, "one")) as store:
+        store.carry_out(
+            [
+                row(1, prompt_tokens=10, output_tokens=5, nano_dollars=70, placed_ms=MIDNIGHT_MS + 60_000),
+                row(2, prompt_tokens=100, nano_dollars=7),
+                row(3, output_tokens=1000, placed_ms=MIDNIGHT_MS - 1, nano_dollars=5),
+                row(4, tenant="other", output_tokens=9),
+            ],
+            shared=False,
+        )
+        said = usage.spent(store, "acme", MIDNIGHT_MS / 1000 + 90)
+        # 2026 begins.
+        assert said == {"tokens_per_minute": 15, "tokens_per_day": 115, "dollars_per_month": pytest.approx(77e-9)}
+
+
+def test_a_ledger_of_an_earlier_version_is_brought_up_to_this_one(database: str) -> None:
+    with contextlib.closing(Store.open(database, "one")) as store:
+        store.carry_out([row(1, output_tokens=5)], shared=False)
+        for name in ("variant_saved_nano", "prompt_price", "output_price", "shadow"):
+            store._run(f"ALTER TABLE requests DROP COLUMN {name}")
+        store._run("UPDATE ledger_version SET version = 1")
+    with pytest.raises(ConfigError, match="is of version 1, this program reads 2"):
+        Store.open(database, "", write=False)
+    with contextlib.closing(Store.open(database, "one")) as store:
+        store.carry_out([row(2, output_tokens=7, variant_saved_nano=-3)], shared=False)
+        total = usage.ask(store, usage.Question(())).total
+        assert (total.output_tokens, total.variants_saved_dollars) == (12, pytest.approx(-3e-9))
 
 
 def test_a_name_in_use_is_not_given_twice(tmp_path: Path) -> None:
@@ -187,7 +247,7 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "new.db")) as connection:
         connection.execute("UPDATE ledger_version SET version = 9")
         connection.commit()
-    with pytest.raises(ConfigError, match="is of version 9, this program reads 1"):
+    with pytest.raises(ConfigError, match="is of version 9, this program reads 2"):
         Store.open(str(tmp_path / "new.db"), "one")
 
 

@@ -1420,6 +1420,11 @@ fn account(shared: &Shared) -> proto::Settlement {
         alias: shared.asked_for().to_owned(),
         pool: shared.model.name.clone(),
         class: class(request.class) as i32,
+        best_pool: match &shared.route.alias {
+            Some(alias) => alias.variants[0].model.name.clone(),
+            None => String::new(),
+        },
+        shadow: shared.is_shadow,
         ..proto::Settlement::default()
     }
 }

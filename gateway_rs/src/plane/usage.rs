@@ -79,6 +79,9 @@ fn line(line: &UsageLine) -> Value {
         ("dollars_per_1k_tokens", line.dollars_per_1k_tokens),
         ("prefix_cache_saved_dollars", Some(line.prefix_cache_saved_dollars)),
         ("response_cache_saved_dollars", Some(line.response_cache_saved_dollars)),
+        ("variants_saved_dollars", Some(line.variants_saved_dollars)),
+        ("batch_saved_dollars", Some(line.batch_saved_dollars)),
+        ("shadow_dollars", Some(line.shadow_dollars)),
         ("mean_ttft_s", line.mean_ttft_s),
     ] {
         fields.insert(name.to_owned(), value.into());

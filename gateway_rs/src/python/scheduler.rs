@@ -296,6 +296,10 @@ fn entry_to_python<'py>(py: Python<'py>, entry: &Entry) -> PyResult<Bound<'py, P
                 row.nano_dollars,
                 row.prefix_saved_nano_dollars,
                 row.answer_saved_nano_dollars,
+                row.variant_saved_nano_dollars,
+                row.price.prompt,
+                row.price.output,
+                i32::from(of.shadow),
             );
             concatenated(
                 py,

@@ -19,8 +19,8 @@ from headrace import postgres, process
 from headrace.config import LedgerConfig
 from headrace.errors import ConfigError
 
-#: Of the tables. A database of another version is refused.
-VERSION = 1
+#: Of the tables. Whoever writes brings a database of an earlier version up to it; any other is refused.
+VERSION = 2
 
 #: A row as the core gives it, in its order (``entry_to_python`` in ``gateway_rs/src/python/scheduler.rs``).
 COLUMNS = (
@@ -46,6 +46,10 @@ COLUMNS = (
     "nano_dollars",
     "prefix_saved_nano",
     "answer_saved_nano",
+    "variant_saved_nano",
+    "prompt_price",
+    "output_price",
+    "shadow",
 )
 
 #: An open booking, the same way.
@@ -90,7 +94,13 @@ _SCHEMA = (
     " output_s DOUBLE PRECISION NOT NULL)",
 )
 
-_FORGET = "DELETE FROM open_bookings WHERE scheduler = ? AND booking = ?"
+#: What makes a database of one version one of the next.
+_UPGRADES = {
+    1: tuple(
+        f"ALTER TABLE requests ADD COLUMN {name} BIGINT NOT NULL DEFAULT 0"
+        for name in ("variant_saved_nano", "prompt_price", "output_price", "shadow")
+    )
+}
 
 #: An entry of the core: its kind, and what belongs to it.
 Entry = tuple[Any, ...]
@@ -154,9 +164,16 @@ class Store:
                     self._run(statement)
                 if not self.query("SELECT version FROM ledger_version"):
                     self._run("INSERT INTO ledger_version VALUES (?)", (VERSION,))
-        ((version, *_),) = self.query("SELECT version FROM ledger_version") or [(VERSION,)]
-        if version != VERSION:
+                while (steps := _UPGRADES.get(version := self._version())) is not None:
+                    for statement in steps:
+                        self._run(statement)
+                    self._run("UPDATE ledger_version SET version = ?", (version + 1,))
+        if (version := self._version()) != VERSION:
             raise StoreError(f"{database} is of version {version}, this program reads {VERSION}")
+
+    def _version(self) -> int:
+        ((version,),) = self.query("SELECT version FROM ledger_version")
+        return int(version)
 
     def close(self) -> None:
         """No more."""

@@ -30,19 +30,36 @@ GROUPS = {
     "day": f"placed_ms / {DAY_MS}",
 }
 
-_SUMS = (
-    "COUNT(*)",
-    "SUM(prompt_tokens)",
-    "SUM(cached_tokens)",
-    "SUM(output_tokens)",
-    "SUM(wasted_tokens)",
-    "SUM(CASE WHEN replayed_prompt_tokens + replayed_output_tokens > 0 THEN 1 ELSE 0 END)",
-    "SUM(replayed_prompt_tokens + replayed_output_tokens)",
-    "SUM(nano_dollars)",
-    "SUM(prefix_saved_nano)",
-    "SUM(answer_saved_nano)",
-    "AVG(CASE WHEN ttft_s > 0 THEN ttft_s END)",
-)
+#: What a token of each kind cost on average in each variant, of all that was no batch work, for prices from rows.
+_USUAL = """
+    SELECT variant AS usual_variant,
+        SUM(1.0 * prompt_price * (prompt_tokens - cached_tokens)) / NULLIF(SUM(prompt_tokens - cached_tokens), 0)
+            AS usual_prompt,
+        SUM(1.0 * output_price * output_tokens) / NULLIF(SUM(output_tokens), 0) AS usual_output
+    FROM requests WHERE class <> 'batch' AND prompt_price + output_price > 0 AND {times} GROUP BY variant
+"""
+#: What a row of batch work would have cost beyond what it did, at those prices. They are thousandths of billionths.
+_BATCH_SAVED = """CASE WHEN class = 'batch' AND shadow = 0 AND prompt_price + output_price > 0 THEN
+    COALESCE((usual_prompt - prompt_price) * (prompt_tokens - cached_tokens), 0) / 1000
+    + COALESCE((usual_output - output_price) * output_tokens, 0) / 1000 END"""
+
+#: Fields of a line, and the sums that they are. Dollars are in billionths there.
+_SUMS = {
+    "requests": "COUNT(*)",
+    "prompt_tokens": "SUM(prompt_tokens)",
+    "cached_prompt_tokens": "SUM(cached_tokens)",
+    "output_tokens": "SUM(output_tokens)",
+    "wasted_tokens": "SUM(wasted_tokens)",
+    "replayed_requests": "SUM(CASE WHEN replayed_prompt_tokens + replayed_output_tokens > 0 THEN 1 ELSE 0 END)",
+    "replayed_tokens": "SUM(replayed_prompt_tokens + replayed_output_tokens)",
+    "dollars": "SUM(nano_dollars)",
+    "prefix_cache_saved_dollars": "SUM(prefix_saved_nano)",
+    "response_cache_saved_dollars": "SUM(answer_saved_nano)",
+    "variants_saved_dollars": "SUM(variant_saved_nano)",
+    "batch_saved_dollars": f"SUM({_BATCH_SAVED})",
+    "shadow_dollars": "SUM(CASE WHEN shadow = 1 THEN nano_dollars ELSE 0 END)",
+    "mean_ttft_s": "AVG(CASE WHEN ttft_s > 0 THEN ttft_s END)",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,14 @@ class Line:
     #: What reused KV and replayed answers would have cost.
     prefix_cache_saved_dollars: float
     response_cache_saved_dollars: float
+    #: By other variants than the best, at the best one's price for the same tokens: with the two above and the dollars,
+    #: what all tokens would have cost without these levers. Less than nothing where the best was the cheaper.
+    variants_saved_dollars: float
+    #: By batch work: what tokens of other classes cost in the same variant, in the time that was asked for, less what
+    #: its own did. What ran beside it had the same price and shows no saving.
+    batch_saved_dollars: float
+    #: Of the dollars, those for shadows, which measure how far variants agree.
+    shadow_dollars: float
     #: Of requests that had a first token.
     mean_ttft_s: float | None
 
@@ -132,35 +157,42 @@ class Usage:
 
 def ask(store: Store, question: Question) -> Usage:
     """Adds up. Raises StoreError."""
-    where, values = ["1 = 1"], []
-    for term, value in (
-        ("tenant = ?", question.tenant),
+    times = [
         ("placed_ms >= ?", None if question.from_s is None else int(question.from_s * 1000)),
         ("placed_ms < ?", None if question.to_s is None else int(question.to_s * 1000)),
-    ):
-        if value is not None:
-            where.append(term)
-            values.append(value)
+    ]
+    anywhen, bounds = _condition(times)
+    which, values = _condition([("tenant = ?", question.tenant), *times])
+    # Everybody's, whoever asks: a variant's price is no tenant's own.
+    rows = f"requests LEFT JOIN ({_USUAL.format(times=anywhen)}) AS usual ON usual_variant = variant WHERE {which}"
+    sums = ", ".join(_SUMS.values())
     terms = [GROUPS[each] for each in question.by]
-    condition = " AND ".join(where)
     lines = []
     if terms:
         grouped = ", ".join(terms)
-        statement = f"SELECT {grouped}, {', '.join(_SUMS)} FROM requests WHERE {condition} GROUP BY {grouped}"
-        statement += f" ORDER BY {grouped}"
-        lines = [_line(question.by, row) for row in store.query(statement, values)]
-    (total,) = store.query(f"SELECT {', '.join(_SUMS)} FROM requests WHERE {condition}", values)
+        statement = f"SELECT {grouped}, {sums} FROM {rows} GROUP BY {grouped} ORDER BY {grouped}"
+        lines = [_line(question.by, row) for row in store.query(statement, [*bounds, *values])]
+    (total,) = store.query(f"SELECT {sums} FROM {rows}", [*bounds, *values])
     return Usage(lines, _line((), total))
+
+
+def _condition(terms: Sequence[tuple[str, Any]]) -> tuple[str, list[Any]]:
+    """Those whose value is not None."""
+    kept = [(term, value) for term, value in terms if value is not None]
+    return " AND ".join(["1 = 1", *(term for term, _ in kept)]), [value for _, value in kept]
 
 
 def _line(by: Sequence[str], row: tuple[Any, ...]) -> Line:
     group = {name: _shown(name, value) for name, value in zip(by, row, strict=False)}
-    counts = [int(value or 0) for value in row[len(by) : -1]]
-    ttft_s = row[-1]
-    requests, prompt, cached, output, wasted, replays, replayed, *nano = counts
-    money = [each / 1e9 for each in nano]
-    mean = None if ttft_s is None else float(ttft_s)
-    return Line(group, requests, prompt, cached, output, wasted, replays, replayed, money[0], money[1], money[2], mean)
+    values: dict[str, Any] = {}
+    for name, value in zip(_SUMS, row[len(by) :], strict=True):
+        if name == "mean_ttft_s":
+            values[name] = None if value is None else float(value)
+        elif name.endswith("dollars"):
+            values[name] = float(value or 0) / 1e9
+        else:
+            values[name] = int(value or 0)
+    return Line(group, **values)
 
 
 def _shown(name: str, value: Any) -> str:
@@ -178,8 +210,10 @@ def spent(store: Store, tenant: str, now_s: float) -> dict[str, float]:
     begins = {"tokens_per_minute": minute, "tokens_per_day": day, "dollars_per_month": month}
     said: dict[str, float] = {}
     for name, begin in begins.items():
-        total = ask(store, Question((), tenant, begin.timestamp())).total
-        said[name] = total.dollars if name.startswith("dollars") else total.tokens
+        what = "nano_dollars / 1e9" if name.startswith("dollars") else "prompt_tokens + output_tokens"
+        statement = f"SELECT COALESCE(SUM({what}), 0) FROM requests WHERE tenant = ? AND placed_ms >= ?"
+        ((spent,),) = store.query(statement, (tenant, int(begin.timestamp() * 1000)))
+        said[name] = float(spent) if name.startswith("dollars") else int(spent)
     assert set(said) <= {each.name for each in fields(Limits)}
     return said
 

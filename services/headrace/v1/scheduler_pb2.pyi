@@ -120,7 +120,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., running: _Optional[_Iterable[_Union[RouterHello.RunningLease, _Mapping]]] = ..., bookings: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Settlement(_message.Message):
-    __slots__ = ("number", "booking", "request_id", "tenant", "session_id", "alias", "pool", "placed_s", "outcome", "ran", "replayed", "usage", "wasted_tokens", "queue_s", "ttft_s", "decode_s", "kv_block_s")
+    __slots__ = ("number", "booking", "request_id", "tenant", "session_id", "alias", "pool", "placed_s", "outcome", "ran", "replayed", "usage", "wasted_tokens", "queue_s", "ttft_s", "decode_s", "kv_block_s", "best_pool", "shadow")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     BOOKING_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,8 @@ class Settlement(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    BEST_POOL_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
     number: int
     booking: int
     request_id: str
@@ -156,7 +158,9 @@ class Settlement(_message.Message):
     ttft_s: float
     decode_s: float
     kv_block_s: float
-    def __init__(self, number: _Optional[int] = ..., booking: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., alias: _Optional[str] = ..., pool: _Optional[str] = ..., placed_s: _Optional[float] = ..., outcome: _Optional[_Union[_types_pb2.Outcome, str]] = ..., ran: bool = ..., replayed: bool = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., wasted_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., kv_block_s: _Optional[float] = ..., **kwargs) -> None: ...
+    best_pool: str
+    shadow: bool
+    def __init__(self, number: _Optional[int] = ..., booking: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., alias: _Optional[str] = ..., pool: _Optional[str] = ..., placed_s: _Optional[float] = ..., outcome: _Optional[_Union[_types_pb2.Outcome, str]] = ..., ran: bool = ..., replayed: bool = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., wasted_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., kv_block_s: _Optional[float] = ..., best_pool: _Optional[str] = ..., shadow: bool = ..., **kwargs) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("lease", "outcome", "usage", "kv_block_s", "ttft_s", "decode_s")

@@ -265,7 +265,7 @@ class UsageQuestion(_message.Message):
     def __init__(self, by: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., from_s: _Optional[float] = ..., to_s: _Optional[float] = ...) -> None: ...
 
 class UsageLine(_message.Message):
-    __slots__ = ("group", "requests", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "wasted_tokens", "replayed_requests", "replayed_tokens", "dollars", "prefix_cache_saved_dollars", "response_cache_saved_dollars", "mean_ttft_s", "dollars_per_1k_tokens")
+    __slots__ = ("group", "requests", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "wasted_tokens", "replayed_requests", "replayed_tokens", "dollars", "prefix_cache_saved_dollars", "response_cache_saved_dollars", "variants_saved_dollars", "batch_saved_dollars", "shadow_dollars", "mean_ttft_s", "dollars_per_1k_tokens")
     class GroupEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +284,9 @@ class UsageLine(_message.Message):
     DOLLARS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_SAVED_DOLLARS_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_CACHE_SAVED_DOLLARS_FIELD_NUMBER: _ClassVar[int]
+    VARIANTS_SAVED_DOLLARS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SAVED_DOLLARS_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_DOLLARS_FIELD_NUMBER: _ClassVar[int]
     MEAN_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     DOLLARS_PER_1K_TOKENS_FIELD_NUMBER: _ClassVar[int]
     group: _containers.ScalarMap[str, str]
@@ -297,9 +300,12 @@ class UsageLine(_message.Message):
     dollars: float
     prefix_cache_saved_dollars: float
     response_cache_saved_dollars: float
+    variants_saved_dollars: float
+    batch_saved_dollars: float
+    shadow_dollars: float
     mean_ttft_s: float
     dollars_per_1k_tokens: float
-    def __init__(self, group: _Optional[_Mapping[str, str]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., dollars: _Optional[float] = ..., prefix_cache_saved_dollars: _Optional[float] = ..., response_cache_saved_dollars: _Optional[float] = ..., mean_ttft_s: _Optional[float] = ..., dollars_per_1k_tokens: _Optional[float] = ...) -> None: ...
+    def __init__(self, group: _Optional[_Mapping[str, str]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., dollars: _Optional[float] = ..., prefix_cache_saved_dollars: _Optional[float] = ..., response_cache_saved_dollars: _Optional[float] = ..., variants_saved_dollars: _Optional[float] = ..., batch_saved_dollars: _Optional[float] = ..., shadow_dollars: _Optional[float] = ..., mean_ttft_s: _Optional[float] = ..., dollars_per_1k_tokens: _Optional[float] = ...) -> None: ...
 
 class UsageReport(_message.Message):
     __slots__ = ("lines", "total")

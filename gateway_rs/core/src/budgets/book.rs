@@ -68,6 +68,12 @@ pub struct Settlement {
     pub alias: Arc<str>,
     /// The pool that it ran in.
     pub pool: Arc<str>,
+    /// The pool of the best variant of the name that was asked for; empty = it was not a name of several.
+    pub best: Arc<str>,
+    /// What tokens cost there now.
+    pub best_price: Price,
+    /// Nobody asked for it: it measures how far a variant agrees with the best one.
+    pub shadow: bool,
     /// Its class.
     pub class: Class,
     /// Unix time when it was asked for.
@@ -113,6 +119,11 @@ pub struct Row {
     pub replayed_output_tokens: u32,
     /// And what that saved.
     pub answer_saved_nano_dollars: u64,
+    /// What all its tokens would have cost in the pool of the best variant, less what they cost in its own: with what the
+    /// caches saved and what was charged, this is the price of the same tokens without any lever.
+    pub variant_saved_nano_dollars: i64,
+    /// What a token cost.
+    pub price: Price,
 }
 
 impl Row {
@@ -629,7 +640,11 @@ impl Budgets {
             self.insert(now_s, kept, true);
         }
         let price = self.open.get(&booking).map_or(price, |open| open.kept.price);
-        let mut row = Row::default();
+        let mut row = Row {
+            price,
+            variant_saved_nano_dollars: saved_by_variant(&said, price),
+            ..Row::default()
+        };
         if said.replayed {
             row.replayed_prompt_tokens = std::mem::take(&mut said.prompt_tokens);
             row.replayed_output_tokens = std::mem::take(&mut said.output_tokens);
@@ -887,6 +902,16 @@ impl Budgets {
     pub fn meter(&self, key: &MeterKey) -> Option<&Meter> {
         self.meters.get(key)
     }
+}
+
+/// See the row. Nothing is said before the best one's tokens have a price.
+fn saved_by_variant(said: &Settlement, price: Price) -> i64 {
+    if said.pool == said.best || said.best_price == Price::default() {
+        return 0;
+    }
+    let cost = |price: Price| price.of(said.prompt_tokens.into(), said.output_tokens.into());
+    let [best, own] = [cost(said.best_price), cost(price)].map(|nano| i64::try_from(nano).unwrap_or(i64::MAX));
+    best - own
 }
 
 /// What a request needs of a meter.

@@ -183,6 +183,66 @@ fn dollars_and_requests_at_once_are_limits_too() {
     assert_eq!(budgets.ask(1.0, &router, &ask(3, 10, 1), price), Verdict::Go);
 }
 
+/// The row that a settlement leaves, where there is a ledger.
+fn row_of(said: Settlement, price: Price) -> Row {
+    let mut budgets = Budgets::new(true, false, MIDNIGHT_S);
+    budgets.settle(1.0, said, price);
+    match budgets.take(9).front() {
+        Some(Entry::Row(row)) => (**row).clone(),
+        other => unreachable!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_levers_saved_and_what_was_charged_is_the_price_without_them() {
+    let (full, own) = (
+        Price {
+            prompt: 3000,
+            output: 40_000,
+        },
+        Price {
+            prompt: 1000,
+            output: 9000,
+        },
+    );
+    let said = Settlement {
+        cached_tokens: 64,
+        best: name("full"),
+        best_price: full,
+        ..settlement(1, "r", 100, 20)
+    };
+    let replayed = Settlement {
+        replayed: true,
+        ..said.clone()
+    };
+    for (said, charged) in [(said.clone(), 36 + 180), (replayed, 0)] {
+        let row = row_of(said, own);
+        assert_eq!((row.nano_dollars, row.price), (charged, own));
+        assert_eq!(row.variant_saved_nano_dollars, 200 + 620);
+        let caches = row.prefix_saved_nano_dollars + row.answer_saved_nano_dollars;
+        let whole = (row.nano_dollars + caches) as i64 + row.variant_saved_nano_dollars;
+        assert_eq!(whole as u64, full.of(100, 20));
+    }
+    // The best one itself saves nothing, whatever its price did meanwhile; and of a price that was not measured yet, or of
+    // a name of one model, nothing is known.
+    let itself = Settlement {
+        best: name("p"),
+        ..said.clone()
+    };
+    assert_eq!(row_of(itself, own).variant_saved_nano_dollars, 0);
+    let unknown = Settlement {
+        best_price: Price::default(),
+        ..said.clone()
+    };
+    assert_eq!(row_of(unknown, own).variant_saved_nano_dollars, 0);
+    // A dearer variant saves less than nothing.
+    let dearer = Settlement {
+        best_price: own,
+        ..said
+    };
+    assert_eq!(row_of(dearer, full).variant_saved_nano_dollars, -820);
+}
+
 #[test]
 fn a_request_that_ran_elsewhere_too_is_one_booking() {
     let mut budgets = budgets(Limits {

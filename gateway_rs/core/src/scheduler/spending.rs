@@ -227,7 +227,11 @@ impl Core {
     pub(super) fn settled(&mut self, link: Link, number: u64, settlement: Settlement) {
         let price = self.prices.of(&settlement.pool);
         let router = self.routers_by_link.get(&link).cloned().unwrap_or_default();
-        let settlement = Settlement { router, ..settlement };
+        let settlement = Settlement {
+            router,
+            best_price: self.prices.of(&settlement.best),
+            ..settlement
+        };
         let entries = self.budgets.settle(self.now_s, settlement, price);
         self.actions.push(Action::Settled { link, number, entries });
     }
