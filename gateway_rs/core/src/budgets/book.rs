@@ -40,6 +40,9 @@ const SHORT_S: f64 = 0.2;
 /// Meters kept. Sessions that nobody uses now are looked up again when they are.
 const MAX_METERS: usize = 100_000;
 
+/// Bookings that need not be durable are kept when they have been open for so long: most are over before.
+const YOUNG_S: f64 = 2.0;
+
 /// What an ask is told.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -215,6 +218,8 @@ pub struct Budgets {
     tenants: Map<Tenant, Limited>,
     meters: Map<MeterKey, Meter>,
     open: Map<Booking, Open>,
+    /// Those of tenants without limits that are not kept yet, and since when they are open; in that order.
+    young: VecDeque<(f64, Booking)>,
     by_router: BTreeMap<Arc<str>, BTreeSet<Booking>>,
     entries: VecDeque<Entry>,
     taken: VecDeque<Entry>,
@@ -511,10 +516,29 @@ impl Budgets {
             open.committed_tokens = ask.committed_tokens;
         }
         if !durable {
-            if let Some(open) = self.open.get_mut(&ask.booking) {
-                open.noted = true;
-                let entry = Entry::Keep(Box::new(open.kept.clone()));
-                self.push(entry);
+            self.keep(ask.booking);
+        } else if self.keeps {
+            self.young.push_back((now_s, ask.booking));
+        }
+    }
+
+    /// A note of it goes to the ledger, for the next start.
+    fn keep(&mut self, booking: Booking) {
+        if let Some(open) = self.open.get_mut(&booking) {
+            open.noted = true;
+            let entry = Entry::Keep(Box::new(open.kept.clone()));
+            self.push(entry);
+        }
+    }
+
+    /// Bookings of tenants without limits are kept too, once they have been open for a while, off their requests' way: if
+    /// their router dies and we do, the next start knows whose they were, and workers tell what they gave.
+    pub fn keep_long_ones(&mut self, now_s: f64) {
+        while let Some(&(_, booking)) = self.young.front().filter(|(since_s, _)| since_s + YOUNG_S <= now_s) {
+            self.young.pop_front();
+            let open = self.open.get(&booking);
+            if open.is_some_and(|open| !open.noted && open.settled.is_none()) {
+                self.keep(booking);
             }
         }
     }

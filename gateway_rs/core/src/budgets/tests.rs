@@ -244,6 +244,61 @@ fn what_levers_saved_and_what_was_charged_is_the_price_without_them() {
 }
 
 #[test]
+fn what_is_open_for_long_is_kept_where_nothing_limits_it_too() {
+    let mut budgets = Budgets::new(true, false, MIDNIGHT_S);
+    let router = name("r");
+    assert_eq!(
+        budgets.ask(0.0, &router, &ask(1, 10, 90), Price::default()),
+        Verdict::Go
+    );
+    budgets.placed(0.0, &router, &ask(2, 10, 90), Price::default());
+    budgets.placed(1.0, &router, &ask(3, 10, 90), Price::default());
+    budgets.keep_long_ones(1.9);
+    assert_eq!(
+        budgets.take(9).len(),
+        0,
+        "most requests are over before, and cost the ledger nothing"
+    );
+    budgets.settle(1.95, settlement(2, "r", 10, 5), Price::default());
+    budgets.keep_long_ones(2.0);
+    budgets.keep_long_ones(2.5);
+    let entries: Vec<Entry> = budgets.take(9).iter().cloned().collect();
+    let [Entry::Row(row), Entry::Keep(kept)] = &entries[..] else {
+        unreachable!("{entries:?}")
+    };
+    assert_eq!((row.of.booking, kept.booking), (2, 1));
+    // Router and scheduler die: whose it was is known, and its worker tells what it gave.
+    let mut next = Budgets::new(true, false, MIDNIGHT_S);
+    next.restore(0.0, (**kept).clone());
+    next.grows(1, 30, 4);
+    next.orphaned(1.0, "r", &BTreeSet::new());
+    let Some(Entry::Row(row)) = next.take(9).front() else {
+        unreachable!("{next:?}")
+    };
+    assert_eq!(
+        (&*row.of.tenant, row.of.prompt_tokens, row.of.output_tokens),
+        ("acme", 10, 30)
+    );
+    // One that is over when it is kept is no more in the ledger either.
+    budgets.done(2.6, &[Answer { first: 1, second: 0 }, Answer::default()]);
+    budgets.settle(2.7, settlement(1, "r", 10, 0), Price::default());
+    budgets.keep_long_ones(3.0);
+    budgets.settle(
+        3.1,
+        Settlement {
+            our_fault: true,
+            ..settlement(3, "r", 10, 0)
+        },
+        Price::default(),
+    );
+    let entries: Vec<Entry> = budgets.take(9).iter().cloned().collect();
+    assert!(
+        matches!(&entries[..], [Entry::Row(_), Entry::Keep(_), Entry::Forget(3)]),
+        "{entries:?}"
+    );
+}
+
+#[test]
 fn a_request_that_ran_elsewhere_too_is_one_booking() {
     let mut budgets = budgets(Limits {
         tokens_per_day: 1000,

@@ -217,6 +217,7 @@ impl Core {
                 self.refuse_spending(parked.link, &parked.ask, Reason::Unavailable, message, Some(1000));
             }
         }
+        self.budgets.keep_long_ones(self.now_s);
         if self.now_s >= self.parking.gave_back_s + GIVE_BACK_S {
             self.parking.gave_back_s = self.now_s;
             self.budgets.give_back(self.now_s, IDLE_S);
