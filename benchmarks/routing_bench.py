@@ -77,7 +77,7 @@ def traffic(rng: random.Random, requests: int) -> list[dict[str, Any]]:
         if asked and rng.random() < 0.5:
             asked.append(rng.choice(asked))
             continue
-        messages, max_tokens = made_up(rng)
+        _, messages, max_tokens = made_up(rng)
         if rng.random() < 1 / 3:
             messages = [{"role": "user", "content": f"Repeat exactly: {rng.randint(10, 9999)}"}]
             if rng.random() < 0.5:

@@ -6,7 +6,8 @@ from a model which did not see their example, so that an estimate of 0.8 means t
 
 Examples are JSON, one a line. Labelled by hand or by ``benchmarks/difficulty_data.py``: ``{"prompt" or "messages",
 "max_tokens", "agreement"}``; of a router's ``router.shadow_log``: ``{"features", "agreement"}``. Agreement is from 0
-(the smaller variant's answer is another) to 1 (it is the same).
+(the smaller variant's answer is another) to 1 (it is the same). Where each has a ``"kind"``, it is also said how well
+kinds are told that were not trained on: prompts that are made alike are easy to know again.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class Trained:
     report: dict[str, Any]
 
 
-def read_examples(paths: Sequence[Path]) -> tuple[list[list[float]], list[float]]:
-    """Features and agreement of each example. Raises ConfigError, naming the line."""
+def read_examples(paths: Sequence[Path]) -> tuple[list[list[float]], list[float], list[str]]:
+    """Features, agreement and kind of each example. Raises ConfigError, naming the line."""
     names = _gateway.route_feature_names()
     features: list[list[float]] = []
     agreements: list[float] = []
+    kinds: list[str] = []
     for path in paths:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -71,9 +73,10 @@ def read_examples(paths: Sequence[Path]) -> tuple[list[list[float]], list[float]
                     raise ValueError(f"expected {len(names)} features and an agreement from 0 to 1")
                 features.append([float(value) for value in row])
                 agreements.append(agreement)
+                kinds.append(str(example.get("kind", "")))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{path}, line {number}: {error!r} is wrong with it") from error
-    return features, agreements
+    return features, agreements, kinds
 
 
 def body_of(example: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +85,14 @@ def body_of(example: dict[str, Any]) -> dict[str, Any]:
     return {"model": "any"} | {key: example[key] for key in kept if example.get(key) is not None}
 
 
-def train(features: Sequence[Sequence[float]], agreements: Sequence[float], *, l2: float, now_s: float) -> Trained:
+def train(
+    features: Sequence[Sequence[float]],
+    agreements: Sequence[float],
+    kinds: Sequence[str] = (),
+    *,
+    l2: float,
+    now_s: float,
+) -> Trained:
     """Fit and calibrate. Deterministic. Raises ConfigError when there is too little to learn from."""
     import numpy as np
 
@@ -96,11 +106,7 @@ def train(features: Sequence[Sequence[float]], agreements: Sequence[float], *, l
     scale[scale < 1e-6] = 1.0
     x = (x - mean) / scale
     folds = np.random.default_rng(0).permutation(len(y)) % FOLDS
-    unseen = np.empty(len(y))
-    for fold in range(FOLDS):
-        train_on = folds != fold
-        weights, bias = fit(x[train_on], y[train_on], l2)
-        unseen[~train_on] = _sigmoid(x[~train_on] @ weights + bias)
+    unseen = _unseen(x, y, folds, l2)
     weights, bias = fit(x, y, l2)
     scores, values = isotonic(unseen, y)
     # The curve judged by folds of its own: it may not have seen what it is judged by either.
@@ -119,7 +125,25 @@ def train(features: Sequence[Sequence[float]], agreements: Sequence[float], *, l
         "isotonic": {"scores": _rounded(scores), "values": _rounded(values)},
         "trained": {"examples": len(y), "mean_agreement": round(float(y.mean()), 4), "unix_s": int(now_s)},
     }
-    return Trained(content, _report(y, calibrated))
+    report = _report(y, calibrated)
+    known = sorted(set(kinds))
+    if len(known) >= FOLDS:
+        fold_of = dict(zip(known, np.random.default_rng(0).permutation(len(known)) % FOLDS, strict=True))
+        by_kind = _unseen(x, y, np.array([fold_of[kind] for kind in kinds]), l2)
+        report["unseen_kinds"] = _auc_with_interval(y, by_kind)
+    return Trained(content, report)
+
+
+def _unseen(x: Floats, y: Floats, folds: NDArray[np.int_], l2: float) -> Floats:
+    """An estimate of each example by a model that did not see its fold."""
+    import numpy as np
+
+    unseen = np.empty(len(y))
+    for fold in range(FOLDS):
+        train_on = folds != fold
+        weights, bias = fit(x[train_on], y[train_on], l2)
+        unseen[~train_on] = _sigmoid(x[~train_on] @ weights + bias)
+    return unseen
 
 
 def fit(x: Floats, y: Floats, l2: float) -> tuple[Floats, float]:
@@ -194,7 +218,7 @@ def _report(y: Floats, estimates: Floats) -> dict[str, Any]:
     return {
         "examples": len(y),
         "mean_agreement": round(float(y.mean()), 4),
-        "auc": round(_auc(y, estimates), 4),
+        **_auc_with_interval(y, estimates),
         "brier": round(brier, 4),
         "brier_without": round(base, 4),
         "calibration_error": round(off, 4),
@@ -202,15 +226,22 @@ def _report(y: Floats, estimates: Floats) -> dict[str, Any]:
     }
 
 
-def _auc(y: Floats, estimates: Floats) -> float:
-    """How often an example that agrees is put above one that does not."""
+def _auc_with_interval(y: Floats, estimates: Floats) -> dict[str, float]:
+    """How often an example that agrees more than half of all is put above one that does not, with its interval of 95 %
+    (Hanley and McNeil 1982)."""
     import numpy as np
 
-    good, bad = estimates[y >= np.median(y)], estimates[y < np.median(y)]
+    # Where half agree fully, they are those above.
+    above = y > np.median(y) if (y > np.median(y)).any() else y >= np.median(y)
+    good, bad = estimates[above], estimates[~above]
     if not len(good) or not len(bad):
-        return 0.5
+        return {"auc": 0.5, "auc_low": 0.0, "auc_high": 1.0}
     wins = (good[:, None] > bad[None, :]).mean() + 0.5 * (good[:, None] == bad[None, :]).mean()
-    return float(wins)
+    auc = float(wins)
+    spread = (len(good) - 1) * (auc / (2 - auc) - auc**2) + (len(bad) - 1) * (2 * auc**2 / (1 + auc) - auc**2)
+    error = float(np.sqrt((auc * (1 - auc) + spread) / (len(good) * len(bad))))
+    low, high = max(auc - 1.96 * error, 0.0), min(auc + 1.96 * error, 1.0)
+    return {"auc": round(auc, 4), "auc_low": round(low, 4), "auc_high": round(high, 4)}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -260,7 +260,7 @@ async def test_what_a_smaller_variant_answers_is_compared_and_moves_its_threshol
     lines = [json.loads(line) for line in (mesh.folder / "shadows.jsonl").read_text().splitlines()]
     assert {line["agreement"] for line in lines} == {0.5}
     assert "secret" not in str(lines)
-    features, agreements = routing.read_examples([mesh.folder / "shadows.jsonl"])
+    features, agreements, _ = routing.read_examples([mesh.folder / "shadows.jsonl"])
     assert (len(features), set(agreements)) == (20, {0.5})
 
 

@@ -43,9 +43,11 @@ def train(
     report = trained.report
     sys.stdout.write(
         f"{output}: {report['examples']} examples, mean agreement {report['mean_agreement']:.3f}\n"
-        f"on unseen examples: AUC {report['auc']:.3f}, Brier {report['brier']:.4f} (without: "
+        f"on unseen examples: AUC {_auc(report)}, Brier {report['brier']:.4f} (without: "
         f"{report['brier_without']:.4f}), calibration off by {report['calibration_error']:.3f}\n"
     )
+    if "unseen_kinds" in report:
+        sys.stdout.write(f"on kinds of examples that were not trained on: AUC {_auc(report['unseen_kinds'])}\n")
     rows = [
         [
             f"{row['threshold']:.1f}",
@@ -109,6 +111,10 @@ def status(
             ["variant", "ready", "requests", "threshold", "agreement", "new version"],
             [_row(number, each) for number, each in enumerate(alias["variants"])],
         )
+
+
+def _auc(report: dict[str, Any]) -> str:
+    return f"{report['auc']:.3f} ({report['auc_low']:.3f} to {report['auc_high']:.3f})"
 
 
 def _row(number: int, variant: dict[str, Any]) -> list[str]:
