@@ -1,6 +1,6 @@
 """``headrace plan`` against the simulator: do planned fleets hold, are they the cheapest, how far off is what is said?
 
-    python benchmarks/plan_eval.py [--traces FOLDER] [--json]       # one or two minutes on one core
+    python benchmarks/plan_eval.py [--traces FOLDER] [--json]       # some twenty minutes on one core
 
 counts: made-up traffic for eighteen fleets, with measured tables or the roofline's. Planned workers beside the fewest
 that hold in the simulator, and predicted times beside simulated ones at the planned number. Then the same for fleets
