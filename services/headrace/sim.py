@@ -91,6 +91,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "output_tokens_per_s": ("output_tokens_per_s",),
     "preemptions": ("preemptions",),
     "parted": ("parted",),
+    "unasked": ("unasked",),
 }
 
 

@@ -306,7 +306,10 @@ def show_simulation(results: sim.Results) -> None:
     seeds = len(results.seeds)
     console.print(f"{results.requests} requests, {seeds} seed{'s' if seeds > 1 else ''}", markup=False)
     table = Table(box=None, pad_edge=False)
-    headings = ("policy", "load", "goodput", "refused", "TTFT s", "p99", "TPOT ms", "p99", "hit")
+    headings = ["policy", "load", "goodput", "refused", "TTFT s", "p99", "TPOT ms", "p99", "hit"]
+    # A terminal has eighty columns: only where routers placed anything by themselves.
+    lent = any(point.figures["unasked"].mean > 0 for point in results.points)
+    headings += ["unasked"] if lent else []
     for at, heading in enumerate(headings):
         table.add_column(heading, justify="left" if at == 0 else "right", no_wrap=True)
     for point in results.points:
@@ -321,6 +324,7 @@ def show_simulation(results: sim.Results) -> None:
             f"{figures['tpot_mean_s'].mean * 1000:.1f}",
             f"{figures['tpot_p99_s'].mean * 1000:.1f}",
             f"{figures['hit'].mean:.3f}",
+            *([f"{figures['unasked'].mean:.3f}"] if lent else []),
         )
     console.print(table)
     for policy, knee in results.knees.items():

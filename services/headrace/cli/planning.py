@@ -54,6 +54,17 @@ def sim(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each kind, with seeds 1, 2, ...")] = 1,
     staleness_ms: Annotated[float, typer.Option(min=0, help="Mean age of what is known of workers.")] = 0.0,
+    routers: Annotated[int, typer.Option(min=1, max=64, help="Routers; each request comes to one by lot.")] = 1,
+    router_delay_ms: Annotated[
+        float, typer.Option(min=0, help="What a message takes between a router and the scheduler.")
+    ] = 0.0,
+    shares: Annotated[
+        bool,
+        typer.Option(
+            "--shares",
+            help="Routers place within lent room, as live ones do by default, or ask for each request.",
+        ),
+    ] = False,
     prefill_workers: Annotated[
         list[int] | None,
         typer.Option(
@@ -129,10 +140,12 @@ def sim(
         "shed": shed,
         "closed_loop": closed_loop,
         "staleness_s": staleness_ms / 1000,
+        "routers": routers,
+        "router_delay_s": router_delay_ms / 1000,
         "ttft_target_s": ttft_target_ms / 1000,
         "tpot_target_s": tpot_target_ms / 1000,
         "faults": [simulator.parse_fault(each) for each in fail or ()],
-        "scheduler": {"disaggregation": disaggregation},
+        "scheduler": {"disaggregation": disaggregation, "credits": shares},
     }
     plan = simulator.Plan(
         workload,

@@ -1,7 +1,7 @@
 //! The router's side: what it may place by itself, and where it does best.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
 };
 
@@ -9,6 +9,7 @@ use rand::{seq::index, RngCore};
 
 use super::Room;
 use crate::{
+    index::{marks, Expected, Overlap, PrefixIndex, WorkerId},
     place::{charged_tokens, Candidate, Placer, Request, Why},
     scheduler::events::Link,
 };
@@ -16,6 +17,9 @@ use crate::{
 /// Workers looked at for one request. The best of so many drawn ones is among the best few in a hundred of all, and the cost
 /// does not grow with the fleet.
 const CANDIDATES: usize = 32;
+
+/// Holders of a prompt's beginning that are looked at beside those that are drawn, those with the most of it.
+const MAX_HOLDERS: usize = 32;
 
 /// What the scheduler believes of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -35,13 +39,33 @@ pub struct Outlook {
     pub ask_from_tokens: u32,
 }
 
-/// What placing a request asks of its prompt.
+/// A worker of which something may be lent.
+#[derive(Clone, Debug)]
+pub struct Grantor {
+    /// Its pool.
+    pub pool: Arc<str>,
+    /// Its number in the prefix index.
+    pub number: WorkerId,
+    /// Tokens of one of its KV blocks; 0 = it has none to share.
+    pub block_tokens: u32,
+}
+
+/// A request that wants to run.
 #[derive(Clone, Copy, Debug)]
-pub struct Prompt {
-    /// Its length.
-    pub tokens: u32,
-    /// It may be better computed on a worker for prompts, of which there are no shares: then it is the scheduler's to say.
+pub struct Wanted<'a> {
+    /// Where.
+    pub pool: &'a str,
+    /// Length of its prompt.
+    pub prompt_tokens: u32,
+    /// Names of the prompt's full blocks.
+    pub blocks: &'a [u64],
+    /// What it takes.
+    pub room: Room,
+    /// Its prompt may be better computed on a worker for prompts, of which there are no shares: then it is the scheduler's
+    /// to say.
     pub may_part: bool,
+    /// Workers that it is not to run on.
+    pub avoid: &'a BTreeSet<Link>,
 }
 
 /// All that one router holds.
@@ -49,6 +73,11 @@ pub struct Prompt {
 pub struct Holder {
     workers: BTreeMap<Link, Held>,
     pools: BTreeMap<Arc<str>, Pool>,
+    /// By their numbers in the prefix index.
+    links: HashMap<WorkerId, Link>,
+    /// What workers will hold because of what was placed here, and still runs.
+    expected: Expected,
+    overlaps: Vec<Overlap>,
     known: u64,
     stream: u64,
 }
@@ -62,6 +91,8 @@ pub struct Taken {
     pub room: Room,
     /// Why there.
     pub why: Why,
+    /// The marks of what of its prompt the worker did not hold.
+    blocks: Vec<u64>,
     stream: u64,
     /// News of the worker until then.
     heard: u64,
@@ -69,7 +100,7 @@ pub struct Taken {
 
 #[derive(Debug)]
 struct Held {
-    pool: Arc<str>,
+    grantor: Grantor,
     limit: Room,
     used: Room,
     /// As the scheduler said last, with what was placed here since and has not ended.
@@ -88,21 +119,41 @@ struct Pool {
 }
 
 impl Holder {
-    /// A share came. `outlook` is what the scheduler believes of the worker now.
-    pub fn receive(&mut self, number: u64, worker: Link, pool: &Arc<str>, room: Room, outlook: Outlook) {
-        self.known = self.known.max(number);
-        let held = self.workers.entry(worker).or_insert_with(|| Held {
-            pool: pool.clone(),
+    /// A worker of which shares may come on this stream.
+    pub fn introduce(&mut self, worker: Link, grantor: Grantor) {
+        self.links.insert(grantor.number, worker);
+        self.workers.entry(worker).or_insert_with(|| Held {
+            grantor,
             limit: Room::NONE,
             used: Room::NONE,
-            outlook,
+            outlook: Outlook::default(),
             heard: 0,
             at: None,
         });
-        held.limit = room;
-        held.outlook = outlook;
-        held.heard += 1;
+    }
+
+    /// A worker is gone, and all that was lent of it. What was placed there ends without it.
+    pub fn forget(&mut self, worker: Link) {
+        let Some(held) = self.workers.get_mut(&worker) else {
+            return;
+        };
+        (held.limit, held.used) = (Room::NONE, Room::NONE);
         self.settle(worker);
+        if let Some(held) = self.workers.remove(&worker) {
+            self.links.remove(&held.grantor.number);
+            self.expected.clear(held.grantor.number);
+        }
+    }
+
+    /// A share came of a worker that was introduced. `outlook` is what the scheduler believes of the worker now.
+    pub fn receive(&mut self, number: u64, worker: Link, room: Room, outlook: Outlook) {
+        self.known = self.known.max(number);
+        if let Some(held) = self.workers.get_mut(&worker) {
+            held.limit = room;
+            held.outlook = outlook;
+            held.heard += 1;
+            self.settle(worker);
+        }
     }
 
     /// News of a worker without a new share.
@@ -127,25 +178,20 @@ impl Holder {
         };
     }
 
-    /// Takes room for a request of a pool on the worker where it does best; None when no share has room for it, or that
-    /// worker has too much to do before it. `hits`:
-    /// workers that hold some of the prompt, or will, and how many tokens of it.
-    pub fn place(
-        &mut self,
-        pool: &str,
-        prompt: Prompt,
-        room: Room,
-        hits: &BTreeMap<Link, u32>,
-        avoid: &BTreeSet<Link>,
-        rng: &mut dyn RngCore,
-    ) -> Option<Taken> {
-        let prompt_tokens = prompt.tokens;
-        let open = self.pools.get_mut(pool)?;
+    /// Takes room for a request on the worker where it does best; None when no share has room for it, or that worker has too
+    /// much to do before it. `index`: who holds which prefix blocks.
+    pub fn place(&mut self, wanted: &Wanted<'_>, index: &PrefixIndex, rng: &mut dyn RngCore) -> Option<Taken> {
+        let hits = self.hits(wanted, index);
+        let open = self.pools.get_mut(wanted.pool)?;
         let drawn: BTreeSet<usize> = if open.open.len() <= CANDIDATES {
             (0..open.open.len()).collect()
         } else {
             let drawn = index::sample(rng, open.open.len(), CANDIDATES).into_iter();
-            let of_pool = |link: &Link| self.workers.get(link).filter(|held| &*held.pool == pool);
+            let of_pool = |link: &Link| {
+                self.workers
+                    .get(link)
+                    .filter(|held| &*held.grantor.pool == wanted.pool)
+            };
             drawn.chain(hits.keys().filter_map(|link| of_pool(link)?.at)).collect()
         };
         let mut block_ms = 0.0_f64;
@@ -154,15 +200,16 @@ impl Holder {
             .filter_map(|at| {
                 let worker = open.open[at];
                 let held = self.workers.get(&worker)?;
-                if avoid.contains(&worker) || !held.used.plus(room).fits(held.limit) {
+                if wanted.avoid.contains(&worker) || !held.used.plus(wanted.room).fits(held.limit) {
                     return None;
                 }
                 let outlook = &held.outlook;
-                block_ms = block_ms.max(outlook.prefill_ms_per_token * f64::from(charged_tokens(prompt_tokens)));
-                let hit_tokens = hits.get(&worker).copied().unwrap_or(0).min(prompt_tokens);
+                block_ms =
+                    block_ms.max(outlook.prefill_ms_per_token * f64::from(charged_tokens(wanted.prompt_tokens)));
+                let hit_tokens = hits.get(&worker).copied().unwrap_or(0);
                 let candidate = Candidate {
                     pending_prefill_ms: outlook.pending_prefill_ms,
-                    prefill_ms: outlook.prefill_ms_per_token * f64::from(prompt_tokens - hit_tokens),
+                    prefill_ms: outlook.prefill_ms_per_token * f64::from(wanted.prompt_tokens - hit_tokens),
                     hit_tokens,
                     decoding: outlook.decoding,
                     waiting: outlook.waiting,
@@ -172,45 +219,64 @@ impl Holder {
             })
             .unzip();
         let request = Request {
-            prompt_tokens,
+            prompt_tokens: wanted.prompt_tokens,
             block_ms,
         };
         let chosen = open.placer.choose(&request, &candidates, rng)?;
         let (worker, candidate) = (workers[chosen], &candidates[chosen]);
         let held = self.workers.get_mut(&worker)?;
         let ask_from = held.outlook.ask_from_tokens;
-        let parts = prompt.may_part && ask_from > 0 && prompt_tokens - candidate.hit_tokens >= ask_from;
+        let parts = wanted.may_part && ask_from > 0 && wanted.prompt_tokens - candidate.hit_tokens >= ask_from;
         let pending_ms = held.outlook.pending_prefill_ms;
         if parts || held.outlook.ahead_ms.is_some_and(|ahead_ms| pending_ms > ahead_ms) {
             return None;
         }
-        held.used = held.used.plus(room);
+        held.used = held.used.plus(wanted.room);
         // Its own placements count at once: what the scheduler says of them comes later.
         held.outlook.pending_prefill_ms += candidate.prefill_ms;
         held.outlook.waiting += 1;
         let why = Why::new(candidate, open.placer.score(&request, candidate));
-        let heard = held.heard;
+        let (heard, grantor) = (held.heard, &held.grantor);
+        let held_blocks = candidate.hit_tokens.div_ceil(grantor.block_tokens.max(1)) as usize;
+        let blocks = marks(wanted.blocks, held_blocks);
+        self.expected.add(grantor.number, &blocks);
         self.settle(worker);
         Some(Taken {
             worker,
-            room,
+            room: wanted.room,
             why,
+            blocks,
             stream: self.stream,
             heard,
         })
     }
 
-    /// Whether that was placed on this stream.
-    pub fn knows(&self, taken: &Taken) -> bool {
-        taken.stream == self.stream
+    /// Workers that hold some of a prompt, or will, and how many tokens of it; those with the most of it.
+    fn hits(&mut self, wanted: &Wanted<'_>, index: &PrefixIndex) -> BTreeMap<Link, u32> {
+        let overlaps = &mut self.overlaps;
+        overlaps.clear();
+        self.expected.overlap(index, wanted.blocks, overlaps);
+        if overlaps.len() > MAX_HOLDERS {
+            overlaps.select_nth_unstable_by_key(MAX_HOLDERS, |each| std::cmp::Reverse(each.blocks));
+            overlaps.truncate(MAX_HOLDERS);
+        }
+        let hit = |overlap: &Overlap| {
+            let link = *self.links.get(&overlap.worker)?;
+            let block_tokens = self.workers.get(&link)?.grantor.block_tokens;
+            // At least the last token is computed.
+            let most = wanted.prompt_tokens.saturating_sub(1);
+            Some((link, (overlap.blocks * block_tokens).min(most)))
+        };
+        overlaps.iter().filter_map(hit).collect()
     }
 
     /// A request has ended. What was placed on an earlier stream has been announced, and is none of these shares' any more.
     pub fn give_back(&mut self, taken: Taken) {
-        if !self.knows(&taken) {
+        if taken.stream != self.stream {
             return;
         }
         if let Some(held) = self.workers.get_mut(&taken.worker) {
+            self.expected.remove(held.grantor.number, &taken.blocks);
             held.used = held.used.less(taken.room);
             if held.heard == taken.heard {
                 let outlook = &mut held.outlook;
@@ -221,12 +287,12 @@ impl Holder {
         self.settle(taken.worker);
     }
 
-    /// Puts a worker among the open ones, or takes it out, or forgets it.
+    /// Puts a worker among the open ones, or takes it out.
     fn settle(&mut self, worker: Link) {
         let Some(held) = self.workers.get_mut(&worker) else {
             return;
         };
-        let pool = self.pools.entry(held.pool.clone()).or_default();
+        let pool = self.pools.entry(held.grantor.pool.clone()).or_default();
         let open = held.used.choices < held.limit.choices && held.used.kv_tokens < held.limit.kv_tokens;
         match (open, held.at) {
             (true, None) => {
@@ -236,18 +302,9 @@ impl Holder {
             (false, Some(at)) => {
                 held.at = None;
                 pool.open.swap_remove(at);
-                let forgotten = held.limit == Room::NONE && held.used == Room::NONE;
-                if let Some(&moved) = pool.open.get(at) {
-                    if let Some(moved) = self.workers.get_mut(&moved) {
-                        moved.at = Some(at);
-                    }
+                if let Some(moved) = pool.open.get(at).and_then(|moved| self.workers.get_mut(moved)) {
+                    moved.at = Some(at);
                 }
-                if forgotten {
-                    self.workers.remove(&worker);
-                }
-            }
-            (false, None) if held.limit == Room::NONE && held.used == Room::NONE => {
-                self.workers.remove(&worker);
             }
             _ => {}
         }

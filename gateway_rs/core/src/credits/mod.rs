@@ -20,7 +20,7 @@ mod ledger;
 mod tests;
 
 pub use self::{
-    holder::{Holder, Outlook, Prompt, Taken},
+    holder::{Grantor, Holder, Outlook, Taken, Wanted},
     ledger::{Ledger, Share},
 };
 

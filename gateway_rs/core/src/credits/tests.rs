@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 use super::*;
+use crate::index::{Limits, PrefixIndex, NO_BLOCK};
 
 const CAPACITY: Room = Room {
     choices: 9,
@@ -22,10 +23,25 @@ enum Said {
     Knows(u64),
 }
 
-fn whole(tokens: u32) -> Prompt {
-    Prompt {
-        tokens,
+const POOL: &str = "pool";
+
+/// A prompt that nobody holds.
+fn wanted(tokens: u32, room: Room, avoid: &BTreeSet<u64>) -> Wanted<'_> {
+    Wanted {
+        pool: POOL,
+        prompt_tokens: tokens,
+        blocks: &[],
+        room,
         may_part: false,
+        avoid,
+    }
+}
+
+fn grantor(worker: u64) -> Grantor {
+    Grantor {
+        pool: Arc::from(POOL),
+        number: worker as u32,
+        block_tokens: 100,
     }
 }
 
@@ -53,7 +69,7 @@ struct World {
     leases: BTreeMap<u64, Lease>,
     routers: BTreeMap<u64, Router>,
     workers: Vec<u64>,
-    pool: Arc<str>,
+    index: PrefixIndex,
     next: u64,
     dice: StdRng,
     placed_by_credit: u64,
@@ -66,7 +82,7 @@ impl World {
             leases: BTreeMap::new(),
             routers: (0..routers).map(|id| (id, Router::default())).collect(),
             workers: (100..100 + workers).collect(),
-            pool: Arc::from("pool"),
+            index: PrefixIndex::new(Limits::default(), 1),
             next: 1,
             dice: StdRng::seed_from_u64(seed),
             placed_by_credit: 0,
@@ -124,15 +140,9 @@ impl World {
     fn place_by_credit(&mut self) {
         let (router, room, lease) = (self.any_router(), self.any_room(), self.next);
         self.next += 1;
-        let (pool, own) = (self.pool.clone(), self.routers.get_mut(&router).expect("it is there"));
-        if let Some(taken) = own.holder.place(
-            &pool,
-            whole(10),
-            room,
-            &BTreeMap::new(),
-            &BTreeSet::new(),
-            &mut self.dice,
-        ) {
+        let (own, avoid) = (self.routers.get_mut(&router).expect("it is there"), BTreeSet::new());
+        let wanted = wanted(10, room, &avoid);
+        if let Some(taken) = own.holder.place(&wanted, &self.index, &mut self.dice) {
             self.placed_by_credit += 1;
             own.outgoing.push_back(Said::Placed(lease, taken.worker, room));
             own.running.insert(lease, taken);
@@ -216,10 +226,10 @@ impl World {
 
     fn hear_scheduler(&mut self) {
         let router = self.any_router();
-        let (pool, own) = (self.pool.clone(), self.routers.get_mut(&router).expect("it is there"));
+        let own = self.routers.get_mut(&router).expect("it is there");
         if let Some((share, outlook)) = own.incoming.pop_front() {
-            own.holder
-                .receive(share.number, share.worker, &pool, share.room, outlook);
+            own.holder.introduce(share.worker, grantor(share.worker));
+            own.holder.receive(share.number, share.worker, share.room, outlook);
             own.outgoing.push_back(Said::Knows(own.holder.known()));
         }
     }
@@ -349,28 +359,41 @@ fn most_requests_find_room_without_asking() {
     assert!(world.placed_by_credit > 50, "{}", world.placed_by_credit);
 }
 
-#[test]
-fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
-    let (mut holder, mut dice) = (Holder::default(), StdRng::seed_from_u64(1));
-    let room = Room {
-        choices: 1,
-        kv_tokens: 1,
-    };
-    let outlook = Outlook {
-        prefill_ms_per_token: 1.0,
-        ..Outlook::default()
-    };
-    for worker in 0..100 {
+/// A router with much room on these workers, of all of which the same is believed.
+fn holder_of(workers: std::ops::Range<u64>, outlook: Outlook) -> Holder {
+    let mut holder = Holder::default();
+    for worker in workers {
         let limit = Room {
             choices: 100,
             kv_tokens: 100,
         };
-        holder.receive(worker + 1, worker, &Arc::from("p"), limit, outlook);
+        holder.introduce(worker, grantor(worker));
+        holder.receive(worker + 1, worker, limit, outlook);
     }
-    let hits = BTreeMap::from([(42, 3000)]);
+    holder
+}
+
+const ONE: Room = Room {
+    choices: 1,
+    kv_tokens: 1,
+};
+
+#[test]
+fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
+    let outlook = Outlook {
+        prefill_ms_per_token: 1.0,
+        ..Outlook::default()
+    };
+    let (mut holder, mut dice) = (holder_of(0..100, outlook), StdRng::seed_from_u64(1));
+    let mut index = PrefixIndex::new(Limits::default(), 1);
+    let (blocks, avoid): (Vec<u64>, _) = ((1..=32).collect(), BTreeSet::new());
+    index.store(42, NO_BLOCK, &blocks[..30]);
     let mut place = |holder: &mut Holder| {
-        let taken = holder.place("p", whole(3200), room, &hits, &BTreeSet::new(), &mut dice);
-        taken.expect("room")
+        let wanted = Wanted {
+            blocks: &blocks,
+            ..wanted(3200, ONE, &avoid)
+        };
+        holder.place(&wanted, &index, &mut dice).expect("room")
     };
     // Whatever is drawn, the holder is looked at; and who has given back what it took is as idle as before.
     for _ in 0..50 {
@@ -378,35 +401,22 @@ fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
         assert_eq!((taken.worker, taken.why.hit_tokens, taken.why.waiting), (42, 3000, 0));
         holder.give_back(taken);
     }
-    // One prompt after the other, none of which ends: in the end another worker does better.
-    let busy: Vec<_> = (0..10).map(|_| place(&mut holder).worker).collect();
-    assert!(
-        busy[0] == 42 && busy.contains(&42) && busy.iter().any(|&worker| worker != 42),
-        "{busy:?}"
-    );
+    // One prompt after the other, none of which ends: in the end another worker does better, and then it has it too.
+    let busy: Vec<_> = (0..10).map(|_| place(&mut holder)).collect();
+    assert_eq!((busy[0].worker, busy[1].why.hit_tokens), (42, 3199));
+    assert!(busy.iter().any(|taken| taken.worker != 42), "{busy:?}");
 }
 
 #[test]
 fn what_would_wait_behind_others_is_asked_for() {
-    let (mut holder, mut dice) = (Holder::default(), StdRng::seed_from_u64(1));
-    let room = Room {
-        choices: 1,
-        kv_tokens: 1,
-    };
-    let limit = Room {
-        choices: 100,
-        kv_tokens: 100,
-    };
     let mut outlook = Outlook {
         prefill_ms_per_token: 1.0,
         ahead_ms: Some(100.0),
         ..Outlook::default()
     };
-    holder.receive(1, 1, &Arc::from("p"), limit, outlook);
-    let mut place = |holder: &mut Holder| {
-        let (hits, avoid) = (BTreeMap::new(), BTreeSet::new());
-        holder.place("p", whole(80), room, &hits, &avoid, &mut dice).is_some()
-    };
+    let (mut holder, mut dice) = (holder_of(1..2, outlook), StdRng::seed_from_u64(1));
+    let (index, avoid) = (PrefixIndex::new(Limits::default(), 1), BTreeSet::new());
+    let mut place = |holder: &mut Holder| holder.place(&wanted(80, ONE, &avoid), &index, &mut dice).is_some();
     // Its own placements count: the third would begin after 160 ms.
     assert_eq!(
         [place(&mut holder), place(&mut holder), place(&mut holder)],

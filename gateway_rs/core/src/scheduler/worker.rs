@@ -143,6 +143,11 @@ impl Worker {
         self.ready() && self.reserved_for.is_none() && self.held.choices + self.promised.choices < self.limit
     }
 
+    /// Its number in the prefix index.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
     /// Requests that decode.
     pub fn decoding(&self) -> u32 {
         (self.held.len() - self.prefilling.len()) as u32

@@ -1,12 +1,14 @@
 //! Discrete-event simulation of a mesh: workloads, workers, and the scheduler that serves live ones.
 //!
-//! A [`run`] keeps the clock. It asks the scheduler for each request as a router would, hands granted ones to simulated
-//! workers, and tells the scheduler what workers and routers would tell it, as late as configured. Every draw comes from
-//! the run's seed: the same configuration, workload and seed give the same outcome to the last bit.
+//! A [`run`] keeps the clock. It asks the scheduler for each request as a router would, or lets the router place it within
+//! what it was lent, hands granted ones to simulated workers, and tells the scheduler what workers and routers would tell
+//! it, as late as configured. Every draw comes from the run's seed: the same configuration, workload and seed give the same
+//! outcome to the last bit.
 
 pub mod engine;
 pub mod kv;
 pub mod outcome;
+pub mod router;
 pub mod settings;
 pub mod workload;
 
@@ -20,9 +22,11 @@ use rand::{Rng, SeedableRng};
 
 use self::engine::{Engine, EngineConfig, Job, Said};
 use self::outcome::{Fate, Outcome, Record};
+use self::router::Router;
 use self::workload::Workload;
 use crate::cost::CostModel;
-use crate::scheduler::actions::Action;
+use crate::credits::Grantor;
+use crate::scheduler::actions::{Action, Grant};
 use crate::scheduler::events::{
     Ask, BlockChange, Books, Capabilities, Description, Event, LeaseId, Link, Load, Outcome as Ending, Role,
     WorkerHello, WorkerState,
@@ -62,6 +66,10 @@ pub struct Fault {
 pub struct Config {
     /// Who serves.
     pub groups: Vec<Group>,
+    /// Routers; each request comes to one of them by lot.
+    pub routers: u32,
+    /// What a message takes between a router and the scheduler.
+    pub router_delay_s: f64,
     /// Arrivals come so many times as fast as in the workload.
     pub speed: f64,
     /// A turn of a conversation comes when the one before is answered, after the workload's own pause.
@@ -88,11 +96,8 @@ const RETRY_S: f64 = 0.01;
 /// A conversation that arrives in a closed loop pauses at least so long.
 const THINK_LEAST_S: f64 = 1.0;
 
-/// The router's stream.
-const ROUTER: Link = 1;
-
-/// First link of a worker.
-const FIRST_WORKER: Link = 2;
+/// The first router's stream.
+const FIRST_ROUTER: Link = 1;
 
 #[derive(Debug)]
 enum What {
@@ -111,7 +116,14 @@ enum What {
         instance: u64,
         events: Vec<Event>,
     },
+    /// A router says something to the scheduler.
     Tell(Box<Event>),
+    /// And the scheduler to a router; of whom it lends something, where that is news.
+    Hear {
+        router: u32,
+        action: Box<Action>,
+        grantor: Option<Grantor>,
+    },
     /// The KV of a request has come to who answers it.
     Arrived {
         request: u32,
@@ -170,6 +182,7 @@ struct Worker {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
+    router: u32,
     lease: LeaseId,
     worker: u32,
     epoch: u32,
@@ -234,6 +247,7 @@ struct Run<'a> {
     now_s: f64,
     events: BinaryHeap<Timed>,
     order: u64,
+    routers: Vec<Router>,
     workers: Vec<Worker>,
     by_link: HashMap<Link, u32>,
     next_link: Link,
@@ -248,6 +262,8 @@ struct Run<'a> {
     alone: CostModel,
     ended: u64,
     parted: u64,
+    /// Requests that were placed without asking, counting each attempt.
+    unasked: u64,
     wakes_s: f64,
     actions: Vec<Action>,
     said: Vec<Said>,
@@ -274,9 +290,12 @@ impl<'a> Run<'a> {
             now_s: 0.0,
             events: BinaryHeap::new(),
             order: 0,
+            routers: (0..config.routers)
+                .map(|number| Router::new(number, config.seed))
+                .collect(),
             workers: Vec::new(),
             by_link: HashMap::new(),
-            next_link: FIRST_WORKER,
+            next_link: FIRST_ROUTER + Link::from(config.routers),
             next_instance: 1,
             records: Vec::with_capacity(count),
             progress: vec![Progress::default(); count],
@@ -286,6 +305,7 @@ impl<'a> Run<'a> {
             alone: CostModel::new(table),
             ended: 0,
             parted: 0,
+            unasked: 0,
             wakes_s: f64::INFINITY,
             actions: Vec::new(),
             said: Vec::new(),
@@ -304,12 +324,14 @@ impl<'a> Run<'a> {
     }
 
     fn begin(&mut self) {
-        self.tell(Event::RouterJoined {
-            bookings: Vec::new(),
-            link: ROUTER,
-            router_id: "router".into(),
-            running: Vec::new(),
-        });
+        for number in 0..self.config.routers {
+            self.tell(Event::RouterJoined {
+                bookings: Vec::new(),
+                link: FIRST_ROUTER + Link::from(number),
+                router_id: format!("router-{number}").into(),
+                running: Vec::new(),
+            });
+        }
         for (group, each) in self.config.groups.iter().enumerate() {
             for index in 0..each.workers {
                 let worker = self.workers.len() as u32;
@@ -332,7 +354,9 @@ impl<'a> Run<'a> {
         for (number, fault) in (0..).zip(&self.config.faults) {
             self.plan(fault.at_s, What::Fail(number));
         }
+        let mut lot = StdRng::seed_from_u64(!self.config.seed);
         for number in 0..self.workload.requests.len() as u32 {
+            self.progress[number as usize].router = lot.random_range(0..self.config.routers);
             let request = &self.workload.requests[number as usize];
             // Only that much is known of when it came.
             let spread_s = self.rng.random::<f64>() * self.workload.quantum_s;
@@ -438,10 +462,17 @@ impl<'a> Run<'a> {
                     events.into_iter().for_each(|event| self.tell(event));
                 }
             }
-            What::Tell(event) => self.tell(*event),
+            What::Tell(event) => self.heard(*event),
+            What::Hear {
+                router,
+                action,
+                grantor,
+            } => self.told(router, *action, grantor),
             What::Arrived { request, epoch } => self.arrived(request, epoch),
             What::Fail(number) => self.fail(number),
             What::Restart(worker) => self.join(worker),
+            // Others may have been planned before it for later.
+            What::Wake if self.now_s < self.wakes_s => {}
             What::Wake => {
                 self.wakes_s = f64::INFINITY;
                 self.tell(Event::Tick);
@@ -460,6 +491,64 @@ impl<'a> Run<'a> {
         if let Some(at_s) = self.scheduler.next_wakeup().filter(|at_s| *at_s < self.wakes_s) {
             self.wakes_s = at_s;
             self.plan(at_s.max(self.now_s), What::Wake);
+        }
+    }
+
+    /// A request's router says something to the scheduler.
+    fn say(&mut self, event: Event) {
+        if self.config.router_delay_s > 0.0 {
+            self.plan(self.now_s + self.config.router_delay_s, What::Tell(Box::new(event)));
+        } else {
+            self.heard(event);
+        }
+    }
+
+    fn heard(&mut self, event: Event) {
+        if matches!(event, Event::Asked { .. } | Event::Released { .. }) {
+            self.catch_up();
+        }
+        self.tell(event);
+    }
+
+    fn link(&self, request: u32) -> Link {
+        FIRST_ROUTER + Link::from(self.progress[request as usize].router)
+    }
+
+    /// The scheduler says something to a router.
+    fn reply(&mut self, link: Link, action: Action) {
+        let (router, mut grantor) = ((link - FIRST_ROUTER) as u32, None);
+        if let Action::Lent { share, .. } = &action {
+            let worker = self.scheduler.fleet().workers.get(&share.worker);
+            grantor = worker.map(|worker| Grantor {
+                pool: Arc::clone(&worker.hello.pool),
+                number: worker.number(),
+                block_tokens: worker.hello.description.block_tokens,
+            });
+        }
+        if self.config.router_delay_s > 0.0 {
+            let hear = What::Hear {
+                router,
+                action: Box::new(action),
+                grantor,
+            };
+            self.plan(self.now_s + self.config.router_delay_s, hear);
+        } else {
+            self.told(router, action, grantor);
+        }
+    }
+
+    fn told(&mut self, router: u32, action: Action, grantor: Option<Grantor>) {
+        match action {
+            Action::Granted(grant) => self.granted(&grant),
+            Action::Refused(refusal) => self.end(refusal.ask as u32, Fate::Rejected),
+            other => {
+                if let Some(number) = self.routers[router as usize].hear(&other, grantor) {
+                    let link = FIRST_ROUTER + Link::from(router);
+                    // Not within the step that said it.
+                    let event = Box::new(Event::KnowsShares { link, number });
+                    self.plan(self.now_s + self.config.router_delay_s, What::Tell(event));
+                }
+            }
         }
     }
 
@@ -523,7 +612,6 @@ impl<'a> Run<'a> {
     }
 
     fn ask(&mut self, number: u32) {
-        self.catch_up();
         let request = &self.workload.requests[number as usize];
         let (record, progress) = (&self.records[number as usize], self.progress[number as usize]);
         let ask = Ask {
@@ -549,44 +637,71 @@ impl<'a> Run<'a> {
             may_part: true,
             ..Ask::default()
         };
-        self.tell(Event::Asked {
-            link: ROUTER,
-            ask: Box::new(ask),
+        let (link, ask) = (self.link(number), Box::new(ask));
+        let blocks = self.scheduler.fleet().blocks().index();
+        match self.routers[progress.router as usize].place(&ask, blocks) {
+            None => self.say(Event::Asked { link, ask }),
+            Some((lease, worker)) => {
+                self.unasked += 1;
+                self.say(Event::Placed {
+                    link,
+                    lease,
+                    worker,
+                    ask,
+                });
+                self.begin_at(number, lease, worker, None);
+            }
+        }
+    }
+
+    fn granted(&mut self, grant: &Grant) {
+        let prefill = grant.prefill.as_ref();
+        self.begin_at(
+            grant.ask as u32,
+            grant.lease,
+            grant.worker,
+            prefill.map(|prefill| (prefill.lease, prefill.worker)),
+        );
+    }
+
+    /// A request goes to its worker, or its prompt to one and its answer to another.
+    fn begin_at(&mut self, number: u32, lease: LeaseId, worker: Link, prefill: Option<(LeaseId, Link)>) {
+        let Some(&worker) = self.by_link.get(&worker) else {
+            // It is gone, and its router has not heard of it.
+            self.routers[self.progress[number as usize].router as usize].give_back(number);
+            self.plan(self.now_s + RETRY_S, What::Ask(number));
+            return;
+        };
+        let progress = &mut self.progress[number as usize];
+        progress.lease = lease;
+        progress.worker = worker;
+        progress.epoch += 1;
+        let said = progress.said;
+        self.by_lease.insert(lease, number);
+        self.records[number as usize].worker = worker;
+        let at = prefill.and_then(|(lease, worker)| Some((lease, *self.by_link.get(&worker)?)));
+        progress.prefill = at.map(|(lease, worker)| PrefillLeg {
+            lease,
+            worker,
+            instance: self.workers[worker as usize].instance,
+            granted_s: self.now_s,
         });
+        match at {
+            Some((_, computes)) => {
+                self.workers[worker as usize].arriving.insert(number);
+                self.parted += 1;
+                self.submit(number, computes, Half::Prompt);
+            }
+            None => self.submit(number, worker, Half::Whole { said }),
+        }
     }
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::Granted(grant) => {
-                let number = grant.ask as u32;
-                let Some(&worker) = self.by_link.get(&grant.worker) else {
-                    return;
-                };
-                let progress = &mut self.progress[number as usize];
-                progress.lease = grant.lease;
-                progress.worker = worker;
-                progress.epoch += 1;
-                let said = progress.said;
-                self.by_lease.insert(grant.lease, number);
-                self.records[number as usize].worker = worker;
-                let computes = grant.prefill.as_ref();
-                let at = computes.and_then(|prefill| Some((prefill.lease, *self.by_link.get(&prefill.worker)?)));
-                progress.prefill = at.map(|(lease, worker)| PrefillLeg {
-                    lease,
-                    worker,
-                    instance: self.workers[worker as usize].instance,
-                    granted_s: self.now_s,
-                });
-                match at {
-                    Some((_, computes)) => {
-                        self.workers[worker as usize].arriving.insert(number);
-                        self.parted += 1;
-                        self.submit(number, computes, Half::Prompt);
-                    }
-                    None => self.submit(number, worker, Half::Whole { said }),
-                }
-            }
-            Action::Refused(refusal) => self.end(refusal.ask as u32, Fate::Rejected),
+            Action::Granted(ref grant) => self.reply(grant.link, action),
+            Action::Refused(ref refusal) => self.reply(refusal.link, action),
+            Action::Lent { share, .. } => self.reply(share.router, action),
+            Action::News { link, .. } | Action::Unlent { link, .. } => self.reply(link, action),
             Action::SetChunk {
                 link,
                 chunk_tokens,
@@ -600,22 +715,12 @@ impl<'a> Run<'a> {
             }
             Action::Welcomed { link, heartbeat_ms } => self.expect_heartbeats(link, heartbeat_ms),
             Action::Paced { heartbeat_ms, .. } => self.heartbeat_s = f64::from(heartbeat_ms.max(1)) / 1000.0,
-            // This router asks for every request, so that the scheduler's decisions are what is simulated.
-            Action::Lent { share, .. } => {
-                let event = Event::KnowsShares {
-                    link: ROUTER,
-                    number: share.number,
-                };
-                self.plan(self.now_s, What::Tell(Box::new(event)));
-            }
             Action::Preempt { link, lease } => self.set_aside(link, lease, true),
             Action::Resume { link, lease } => self.set_aside(link, lease, false),
             Action::Waits { .. }
             | Action::JoinRefused { .. }
             | Action::WorkerDropped { .. }
             | Action::RouterDropped { .. }
-            | Action::News { .. }
-            | Action::Unlent { .. }
             | Action::Settled { .. }
             | Action::FleetChanged => {}
         }
@@ -695,8 +800,8 @@ impl<'a> Run<'a> {
                         record.first_token_s = Some(self.now_s);
                         record.cached_tokens = cached_tokens;
                     }
-                    self.tell(Event::Progressed {
-                        link: ROUTER,
+                    self.say(Event::Progressed {
+                        link: self.link(request),
                         lease,
                         output_tokens: 1,
                     });
@@ -727,15 +832,14 @@ impl<'a> Run<'a> {
                 record.first_token_s = Some(self.now_s);
                 record.cached_tokens = cached_tokens;
                 self.progress[request as usize].said = 1;
-                let event = Event::Progressed {
-                    link: ROUTER,
+                self.say(Event::Progressed {
+                    link: self.link(request),
                     lease,
                     output_tokens: 1,
-                };
-                self.tell(event);
+                });
             }
             Said::Finished { request } => {
-                self.end_prompt(lease);
+                self.end_prompt(request, lease);
                 if self.workload.requests[request as usize].output_tokens <= 1 {
                     self.leave_answerer(request);
                     self.records[request as usize].finished_s = Some(self.now_s);
@@ -749,7 +853,7 @@ impl<'a> Run<'a> {
             }
             Said::Shed { request } => {
                 self.leave_answerer(request);
-                self.end_prompt(lease);
+                self.end_prompt(request, lease);
                 self.release(request, Ending::Cut);
                 self.end(request, Fate::Rejected);
             }
@@ -807,14 +911,12 @@ impl<'a> Run<'a> {
     }
 
     /// The lease of a prompt is over.
-    fn end_prompt(&mut self, lease: LeaseId) {
-        self.catch_up();
-        let event = Event::Released {
-            link: ROUTER,
+    fn end_prompt(&mut self, request: u32, lease: LeaseId) {
+        self.say(Event::Released {
+            link: self.link(request),
             lease,
             books: Books::default(),
-        };
-        self.tell(event);
+        });
     }
 
     fn release(&mut self, number: u32, outcome: Ending) {
@@ -831,12 +933,9 @@ impl<'a> Run<'a> {
             ttft_s: record.ttft_s().unwrap_or(0.0),
             decode_s: record.decode_s().unwrap_or(0.0),
         };
-        self.catch_up();
-        self.tell(Event::Released {
-            link: ROUTER,
-            lease,
-            books,
-        });
+        let link = self.link(number);
+        self.routers[self.progress[number as usize].router as usize].give_back(number);
+        self.say(Event::Released { link, lease, books });
     }
 
     fn end(&mut self, number: u32, fate: Fate) {
@@ -879,7 +978,7 @@ impl<'a> Run<'a> {
                     .engine
                     .cancel(self.now_s, request, &mut self.said);
                 self.engine_moved(leg.worker);
-                self.end_prompt(leg.lease);
+                self.end_prompt(request, leg.lease);
             }
             self.plan(self.now_s + RETRY_S, What::Ask(request));
         }
@@ -896,6 +995,7 @@ impl<'a> Run<'a> {
             }
             let progress = &mut self.progress[request as usize];
             progress.said += said;
+            self.routers[progress.router as usize].give_back(request);
             self.by_lease.remove(&progress.lease);
             self.records[request as usize].attempts += 1;
             self.plan(self.now_s + RETRY_S, What::Ask(request));
@@ -909,6 +1009,7 @@ impl<'a> Run<'a> {
             steps: self.workers.iter().map(|each| each.engine.iteration()).sum(),
             busy_s: self.workers.iter().map(|each| each.engine.busy_s()).sum(),
             parted: self.parted,
+            unasked: self.unasked,
             span_s: self.now_s,
             tpot_target_s: self.config.tpot_target_s,
             records: self.records,
@@ -1022,6 +1123,42 @@ mod tests {
         };
         assert_eq!(on(0, 5.0, 9.0), 0);
         assert!(on(0, 10.0, 20.0) > 0);
+    }
+
+    #[test]
+    fn routers_place_most_by_themselves_while_little_waits() {
+        let run = |routers: u32, rate_per_s: f64| {
+            let json = format!(
+                r#"{{"shed": false, "staleness_s": 0.1, "routers": {routers}, "router_delay_s": 0.002,
+                     "scheduler": {{"credits": true}}, "groups": [{{"workers": 8}}]}}"#
+            );
+            let outcome = simulated(&json, &made_up(2000, rate_per_s));
+            let summary = outcome.summary(|_| true);
+            assert_eq!((summary.finished, summary.rejected), (2000, 0));
+            assert!(summary == simulated(&json, &made_up(2000, rate_per_s)).summary(|_| true));
+            summary.unasked
+        };
+        for routers in [1, 4] {
+            let (idle, busy) = (run(routers, 20.0), run(routers, 200.0));
+            assert!(idle > 0.9 && busy < idle / 2.0, "{routers}: {idle} {busy}");
+        }
+        let asked = simulated(r#"{"routers": 3, "router_delay_s": 0.1}"#, &made_up(200, 5.0));
+        assert_eq!(asked.unasked, 0);
+        // There and back.
+        assert!(asked.records.iter().all(|each| each.ttft_s() > Some(0.2)));
+    }
+
+    #[test]
+    fn every_request_ends_whoever_places_it_and_whoever_is_lost() {
+        let outcome = simulated(
+            r#"{"shed": false, "staleness_s": 0.2, "routers": 3, "router_delay_s": 0.05,
+                "scheduler": {"credits": true}, "groups": [{"workers": 4}],
+                "faults": [[5, 0, 4], [12, 1, 4], [12.02, 3, 0.01], [30, 2, 60]]}"#,
+            &made_up(2000, 40.0),
+        );
+        let summary = outcome.summary(|_| true);
+        assert_eq!((summary.finished, summary.rejected), (2000, 0));
+        assert!(summary.unasked > 0.1 && outcome.records.iter().any(|each| each.attempts > 0));
     }
 
     #[test]

@@ -99,6 +99,8 @@ pub struct Outcome {
     pub preemptions: u64,
     /// Requests whose prompt was computed on another worker than their answer.
     pub parted: u64,
+    /// Placements by routers without asking.
+    pub unasked: u64,
     /// Steps of all workers.
     pub steps: u64,
     /// Seconds in which workers computed, over all.
@@ -171,6 +173,8 @@ pub struct Summary {
     pub preemptions: u64,
     /// Requests whose prompt was computed on another worker than their answer.
     pub parted: u64,
+    /// Placements by routers without asking, over requests.
+    pub unasked: f64,
     /// Steps of all workers.
     pub steps: u64,
     /// How long it took, in the simulation.
@@ -204,6 +208,7 @@ impl Outcome {
             output_tokens_per_s: output as f64 / self.span_s.max(1e-9),
             preemptions: self.preemptions,
             parted: self.parted,
+            unasked: self.unasked as f64 / self.records.len().max(1) as f64,
             steps: self.steps,
             span_s: self.span_s,
         }

@@ -95,6 +95,10 @@ impl Default for GroupSettings {
 pub struct Settings {
     /// Who serves.
     pub groups: Vec<GroupSettings>,
+    /// Routers. They place by themselves, as live ones do, when the scheduler's settings say `credits`.
+    pub routers: u32,
+    /// What a message takes between a router and the scheduler.
+    pub router_delay_s: f64,
     /// What the live scheduler's configuration would say, but for the next field and `shed`.
     pub scheduler: scheduler::Policy,
     /// The placement rule.
@@ -131,6 +135,8 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             groups: vec![GroupSettings::default()],
+            routers: 1,
+            router_delay_s: 0.0,
             scheduler: scheduler::Policy::default(),
             policy: place::Policy::default().to_string(),
             order: "edf".to_owned(),
@@ -169,6 +175,10 @@ impl Settings {
         positive("speed", self.speed)?;
         positive("tpot_target_s", self.tpot_target_s)?;
         natural("staleness_s", self.staleness_s)?;
+        natural("router_delay_s", self.router_delay_s)?;
+        in_range("routers", "1 to 64", f64::from(self.routers), |value| {
+            (1.0..=64.0).contains(&value)
+        })?;
         natural("ttft_target_s", self.ttft_target_s)?;
         natural("ttft_times_alone", self.ttft_times_alone)?;
         natural("length_sigma", self.length_sigma.unwrap_or(0.0))?;
@@ -194,6 +204,8 @@ impl Settings {
             .map(|&(at_s, worker, down_s)| Fault { at_s, worker, down_s });
         let config = Config {
             groups: groups?,
+            routers: self.routers,
+            router_delay_s: self.router_delay_s,
             speed: self.speed,
             closed_loop: self.closed_loop,
             staleness_s: self.staleness_s,
@@ -342,6 +354,7 @@ mod tests {
                 ["abacus", "a100-llama3-8b", "cost table"],
             ),
             (r#"{"groups": []}"#, ["workers", "1 to 4096", "is 0"]),
+            (r#"{"routers": 0}"#, ["routers", "1 to 64", "is 0"]),
             (
                 r#"{"faults": [[1, 8, 2]]}"#,
                 ["faults: worker", "one of the workers", "8"],

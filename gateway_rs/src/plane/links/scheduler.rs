@@ -14,12 +14,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use headrace_core::credits::Taken;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{oneshot, Notify};
 
 use super::{
     channel,
-    shares::{self, SharedBlocks, Shares},
+    shares::{SharedBlocks, Shares},
     worker::Books,
     Backoff, Outbox, MAX_MESSAGE_BYTES,
 };
@@ -80,7 +81,7 @@ struct State {
 /// A lease, as it is announced on the next stream, and the room of a share that it takes.
 struct Held {
     running: RunningLease,
-    taken: Option<shares::Placed>,
+    taken: Option<Taken>,
 }
 
 struct Waiting {
@@ -267,7 +268,7 @@ impl Scheduler {
             return None;
         }
         let (grant, taken) = state.shares.place(ask)?;
-        let worker = taken.worker();
+        let worker = taken.worker;
         let running = running(ask, &grant).next()?;
         let held = Held {
             running,

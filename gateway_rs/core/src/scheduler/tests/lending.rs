@@ -7,7 +7,7 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 
 use super::*;
 use crate::{
-    credits::{Holder, Prompt, Room, Taken},
+    credits::{Grantor, Holder, Room, Taken, Wanted},
     scheduler::leases::kv_tokens,
 };
 
@@ -152,21 +152,19 @@ impl World {
         });
         self.next += 1;
         let (choices, router) = (u64::from(ask.choices), &mut self.routers[which]);
-        let room = Room {
-            choices,
-            kv_tokens: kv_tokens(&ask),
-        };
-        let taken = router.holder.place(
-            "pool",
-            Prompt {
-                tokens: 10,
-                may_part: false,
+        let wanted = Wanted {
+            pool: "pool",
+            prompt_tokens: 10,
+            blocks: &[],
+            room: Room {
+                choices,
+                kv_tokens: kv_tokens(&ask),
             },
-            room,
-            &BTreeMap::new(),
-            &BTreeSet::new(),
-            &mut self.dice,
-        );
+            may_part: false,
+            avoid: &BTreeSet::new(),
+        };
+        let index = self.core.fleet().blocks().index();
+        let taken = router.holder.place(&wanted, index, &mut self.dice);
         let Some(taken) = taken else {
             router.asked.insert(ask.number, choices);
             router.outgoing.push_back(Event::Asked { link: router.link, ask });
@@ -211,10 +209,13 @@ impl World {
                 router.running.insert(grant.lease, (grant.worker, choices, None));
             }
             Some(Action::Lent { share, outlook }) => {
-                let pool = "pool".into();
-                router
-                    .holder
-                    .receive(share.number, share.worker, &pool, share.room, outlook);
+                let grantor = Grantor {
+                    pool: "pool".into(),
+                    number: share.worker as u32,
+                    block_tokens: 0,
+                };
+                router.holder.introduce(share.worker, grantor);
+                router.holder.receive(share.number, share.worker, share.room, outlook);
                 let number = router.holder.known();
                 router.outgoing.push_back(Event::KnowsShares {
                     link: router.link,
