@@ -327,6 +327,30 @@ def staleness(ev: Eval) -> Iterable[Row]:
             yield Row("E2 staleness", f"{late_ms} ms, both traces at 1.3/1.7/2: {policy}", figure, beat, holds)
 
 
+def shares(ev: Eval) -> Iterable[Row]:
+    """Routers that place within what they are lent, as by default, a millisecond away from the scheduler; or ask it."""
+    conversation, short = ev.workload("mooncake", TRACES["conversation"]), {"requests": 30_000, "rate_per_s": 640.0}
+    fleets = (
+        ("conversation", conversation, {"groups": fleet(), **AS_LIVE}),
+        ("made up, 64 workers", sim.make_workload(short, 1), {"groups": [{"workers": 64}], **AS_LIVE}),
+    )
+    loads = [0.6, 1.3, 2.0] if ev.short else [0.3, 0.6, 0.9, 1.0, 1.3, 1.7, 2.0]
+    for name, workload, settings in fleets:
+        for load in loads:
+            known = {**settings, "speed": load, "staleness_s": 0.125, "router_delay_s": 0.001}
+            lent = [{**known, "routers": routers, "scheduler": {"credits": True}} for routers in (1, 4, 16)]
+            asked, *placed = ev.runs(workload, [known, *lent])
+            beat = mean([each["goodput"] for each in asked])
+            ttft_s = mean([each["ttft_s"]["mean"] for each in asked])
+            for settings_of, summaries in zip(lent, placed, strict=True):
+                goodput = mean([each["goodput"] for each in summaries])
+                unasked = mean([each["unasked"] for each in summaries])
+                of_s = mean([each["ttft_s"]["mean"] for each in summaries])
+                case = f"{name} at {load}, {settings_of['routers']} routers: goodput, mean TTFT, placed without asking"
+                figure = f"{goodput:.3f}, {of_s:.3f} s, {unasked:.2f}"
+                yield Row("shares", case, figure, f"asked {beat:.3f}, {ttft_s:.3f} s", goodput >= beat - 0.02)
+
+
 def closed_loop(ev: Eval) -> Iterable[Row]:
     """Conversations found by their prefixes: a turn comes after the answer before it, and the client's own pause."""
     workload = ev.workload("mooncake", TRACES["conversation"]).with_sessions()
@@ -527,6 +551,7 @@ EXPERIMENTS: dict[str, Callable[[Eval], Iterable[Row]]] = {
     "placement": placement,
     "tables": tables,
     "staleness": staleness,
+    "shares": shares,
     "closed_loop": closed_loop,
     "chunks": chunks,
     "overload": overload,

@@ -646,7 +646,8 @@ impl<'a> Step<'a> {
                 choices: room.choices,
                 kv_tokens: room.kv_tokens,
                 pending_prefill_ms: outlook.pending_prefill_ms as f32,
-                prefill_ms_per_token: outlook.prefill_ms_per_token as f32,
+                prefill_ms_per_token: outlook.cost.token_ms as f32,
+                prefill_ms_per_pair: outlook.cost.pair_ms as f32,
                 decoding: outlook.decoding,
                 waiting: outlook.waiting,
                 ahead_ms: outlook.ahead_ms.map(|ahead_ms| ahead_ms as f32),
@@ -659,6 +660,7 @@ impl<'a> Step<'a> {
                 }),
                 gone: false,
                 ask_from_tokens: outlook.ask_from_tokens,
+                placed: outlook.placed,
             },
         );
     }
@@ -693,7 +695,9 @@ impl<'a> Step<'a> {
             Action::Lent { share, outlook } => self.share(share.router, share.worker, Some(share), outlook),
             Action::News { link, worker, outlook } => self.share(link, worker, None, outlook),
             Action::Unlent { link, worker } => {
-                self.scheduler.named.remove(&(link, worker));
+                if !self.scheduler.named.remove(&(link, worker)) {
+                    return;
+                }
                 let gone = proto::Share {
                     worker,
                     gone: true,

@@ -232,7 +232,10 @@ class SchedulerConfig:
         minimum=1.0,
         maximum=16.0,
     )
-    credits: bool = setting(True, "lend routers room on workers while nothing waits, so that they place without asking")
+    credits: bool = setting(
+        True,
+        "lend routers room on workers while nothing waits, so that they place without asking; by marginal_delay only",
+    )
     placement: str = setting(
         "marginal_delay", "rule by which a worker is chosen", choices=_gateway.placement_policies()
     )

@@ -2,8 +2,7 @@
 
 Real processes, and the real core in both. All times are stretched (`sim_slowdown`), so that what processes and a busy
 machine add is small beside the engine's steps; the sim engine keeps to its own time, so that it does not add up either.
-The router asks for each request, as the simulated one does: by shares it places on somewhat older news, which the
-simulator does not know.
+The router asks for each request, or places it within what it is lent, as it does by default: live and simulated alike.
 """
 
 from __future__ import annotations
@@ -42,12 +41,18 @@ WAKINGS = 8
 BUSY_S = 0.008
 BUSY_LOAD = 3.0
 
+#: What a message between router and scheduler takes in the simulator: one of those wakings, more or less.
+ROUTER_DELAY_S = 0.002
+
 
 class Case:
-    """A slice, its speed and its targets, all in stretched seconds."""
+    """A slice, its speed and its targets, all in stretched seconds; and whether the router places by itself."""
 
-    def __init__(self, rows: Sequence[Row], slowdown: float, ttft_s: float, tpot_s: float) -> None:
+    def __init__(
+        self, rows: Sequence[Row], slowdown: float, ttft_s: float, tpot_s: float, *, credits: bool = False
+    ) -> None:
         self.rows, self.slowdown, self.ttft_s, self.tpot_s = rows, slowdown, ttft_s, tpot_s
+        self.credits = credits
 
     def simulated(self, seeds: int) -> list[tuple[float, float, float]]:
         """Mean TTFT, goodput and share of refused ones, for each seed."""
@@ -66,6 +71,7 @@ class Case:
             "scheduler": self.policy | {"heartbeat_s": HEARTBEAT_S, "chunk_tokens": [256, 8192]},
             # Reports are as old as half a heartbeat, on average.
             "staleness_s": HEARTBEAT_S / 2,
+            "router_delay_s": ROUTER_DELAY_S if self.credits else 0.0,
             "ttft_target_s": self.ttft_s,
             "ttft_times_alone": 0.0,
             "tpot_target_s": self.tpot_s,
@@ -84,9 +90,9 @@ class Case:
         return figures
 
     @property
-    def policy(self) -> dict[str, float]:
+    def policy(self) -> dict[str, float | bool]:
         """What the scheduler's configuration says in both, stretched like the rest."""
-        return {"dispatch_ahead_s": 0.1 * self.slowdown, "queue_factor": 1.25}
+        return {"dispatch_ahead_s": 0.1 * self.slowdown, "queue_factor": 1.25, "credits": self.credits}
 
     async def live(self, mesh: Mesh) -> list[Life]:
         return await replay.play(mesh.grpc, "toy", self.rows, ttft_s=self.ttft_s, tpot_s=self.tpot_s)
@@ -104,7 +110,7 @@ def mesh_for(folder: Path, case: Case) -> Mesh:
         "kv_tokens": KV_BLOCKS * replay.BLOCK_TOKENS,
         "chunk_tokens": CHUNK_TOKENS,
     }
-    scheduler = case.policy | {"heartbeat_s": HEARTBEAT_S, "credits": False}
+    scheduler = case.policy | {"heartbeat_s": HEARTBEAT_S}
     mesh = Mesh(folder, [ToyModel("toy", context_tokens=65536)], scheduler=scheduler, worker=worker).start()
     for number in range(2, WORKERS + 1):
         further = mesh.launch("worker", key=f"worker-{number}", scheduler=mesh.scheduler, cache=mesh.cache)
@@ -151,10 +157,15 @@ async def test_a_slice_lives_as_it_is_simulated(tmp_path: Path) -> None:
     await lived(Case(replay.drawn(3, 60, 4.0), 6.0, 1.2, 0.6), tmp_path)
 
 
+async def test_a_slice_lives_as_it_is_simulated_where_the_router_places_it(tmp_path: Path) -> None:
+    await lived(Case(replay.drawn(3, 60, 4.0), 6.0, 1.2, 0.6, credits=True), tmp_path)
+
+
 @pytest.mark.slow
-async def test_overload_lives_as_it_is_simulated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("credits", [False, True])
+async def test_overload_lives_as_it_is_simulated(tmp_path: Path, credits: bool) -> None:
     """Long enough that the scheduler trusts its predictions, and gives up what would be late."""
-    await lived(Case(replay.drawn(4, 400, 6.0), 5.0, 1.0, 0.5), tmp_path)
+    await lived(Case(replay.drawn(4, 400, 6.0), 5.0, 1.0, 0.5, credits=credits), tmp_path)
 
 
 @pytest.mark.slow

@@ -78,6 +78,16 @@ def test_fleets_with_and_without_workers_for_prompts_compare_in_one_run() -> Non
     assert apart.figures["tpot_p99_s"].mean < together.figures["tpot_p99_s"].mean
 
 
+def test_routers_that_place_by_themselves_are_compared_by_settings() -> None:
+    known = {"groups": [{"workers": 4}], "staleness_s": 0.1, "router_delay_s": 0.002}
+    lent = {**known, "routers": 3, "scheduler": {"credits": True}}
+    plans = [small_plan(policies=("marginal_delay",), loads=(1.0,), settings=each) for each in (known, lent)]
+    asked, placed = (sim.run(plan).points[0] for plan in plans)
+    assert asked.figures["unasked"].mean == 0
+    assert placed.figures["unasked"].mean > 0.5
+    assert placed.figures["goodput"].mean >= asked.figures["goodput"].mean - 0.02
+
+
 def test_progress_may_end_the_runs() -> None:
     class Enough(Exception):
         pass

@@ -45,6 +45,23 @@ fn pairs(tokens: u32, cached: u32) -> f64 {
     f64::from(tokens) * (f64::from(cached) + f64::from(tokens) / 2.0)
 }
 
+/// What computing prompts adds to a worker's work, in chunks of any size. Not a wait: a short prompt alone takes a whole step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PromptCost {
+    /// For each token, without attention.
+    pub token_ms: f64,
+    /// For each pair of tokens in attention.
+    pub pair_ms: f64,
+}
+
+impl PromptCost {
+    /// Of `new` prompt tokens behind `cached` ones.
+    #[must_use]
+    pub fn prefill_ms(&self, new: u32, cached: u32) -> f64 {
+        self.token_ms * f64::from(new) + self.pair_ms * pairs(new, cached)
+    }
+}
+
 /// What a chunk takes, in prompt tokens without attention, each pair of tokens counting `pair_tokens` of them.
 #[must_use]
 pub fn chunk_weight(tokens: u32, computed: u32, pair_tokens: f64) -> f64 {
@@ -389,22 +406,24 @@ impl CostModel {
         dot(&terms, &self.coefficients)
     }
 
-    /// What computing `new` prompt tokens behind `cached` ones adds to the worker's work, in chunks of any size.
-    ///
-    /// Not a wait: a short prompt alone takes a whole step ([`Self::first_token_ms`]).
+    /// What computing `new` prompt tokens behind `cached` ones adds to the worker's work; its wait is
+    /// [`Self::first_token_ms`].
     #[must_use]
     pub fn prefill_ms(&self, new: u32, cached: u32) -> f64 {
-        let (token_ms, pair_ms) = self.prompt_ms();
-        token_ms * f64::from(new) + pair_ms * pairs(new, cached)
+        self.prompt_cost().prefill_ms(new, cached)
     }
 
-    /// What a prompt's token takes without attention, and what a pair of tokens in attention.
-    fn prompt_ms(&self) -> (f64, f64) {
+    /// What prompts cost, all 0 for a model that knows nothing.
+    #[must_use]
+    pub fn prompt_cost(&self) -> PromptCost {
         let (token_ms, pair_ms) = match &self.table {
             Some(table) => (table.prompt_token_ms(), table.attention_pair_ms),
             None => (1.0, 1e-3),
         };
-        (self.coefficients[2] * token_ms, self.coefficients[3] * pair_ms)
+        PromptCost {
+            token_ms: self.coefficients[2] * token_ms,
+            pair_ms: self.coefficients[3] * pair_ms,
+        }
     }
 
     /// How soon the first token of such a prompt comes from a worker that does nothing else.
@@ -450,8 +469,8 @@ impl CostModel {
     /// How many prompt tokens take as long as one pair of tokens in attention; 0 when that is not known.
     #[must_use]
     pub fn pair_tokens(&self) -> f64 {
-        let (token_ms, pair_ms) = self.prompt_ms();
-        let pair_tokens = pair_ms / token_ms;
+        let cost = self.prompt_cost();
+        let pair_tokens = cost.pair_ms / cost.token_ms;
         if pair_tokens.is_finite() {
             pair_tokens.clamp(0.0, 1.0)
         } else {

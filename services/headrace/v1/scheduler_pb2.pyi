@@ -191,7 +191,7 @@ class PlaceResponse(_message.Message):
     def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., fleet: _Optional[_Union[FleetView, _Mapping]] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Share(_message.Message):
-    __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "decoding", "waiting", "grantor", "gone", "ask_from_tokens", "ahead_ms")
+    __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "prefill_ms_per_pair", "placed", "decoding", "waiting", "grantor", "gone", "ask_from_tokens", "ahead_ms")
     class Grantor(_message.Message):
         __slots__ = ("worker_id", "instance_id", "address", "pool", "block_tokens")
         WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,8 @@ class Share(_message.Message):
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PENDING_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_PER_PAIR_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     GRANTOR_FIELD_NUMBER: _ClassVar[int]
@@ -223,13 +225,15 @@ class Share(_message.Message):
     kv_tokens: int
     pending_prefill_ms: float
     prefill_ms_per_token: float
+    prefill_ms_per_pair: float
+    placed: int
     decoding: int
     waiting: int
     grantor: Share.Grantor
     gone: bool
     ask_from_tokens: int
     ahead_ms: float
-    def __init__(self, number: _Optional[int] = ..., worker: _Optional[int] = ..., choices: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pending_prefill_ms: _Optional[float] = ..., prefill_ms_per_token: _Optional[float] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., grantor: _Optional[_Union[Share.Grantor, _Mapping]] = ..., gone: bool = ..., ask_from_tokens: _Optional[int] = ..., ahead_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., worker: _Optional[int] = ..., choices: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pending_prefill_ms: _Optional[float] = ..., prefill_ms_per_token: _Optional[float] = ..., prefill_ms_per_pair: _Optional[float] = ..., placed: _Optional[int] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., grantor: _Optional[_Union[Share.Grantor, _Mapping]] = ..., gone: bool = ..., ask_from_tokens: _Optional[int] = ..., ahead_ms: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("ask", "grant", "queued", "rejected")

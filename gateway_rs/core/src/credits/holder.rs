@@ -1,7 +1,7 @@
 //! The router's side: what it may place by itself, and where it does best.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     sync::Arc,
 };
 
@@ -9,6 +9,7 @@ use rand::{seq::index, RngCore};
 
 use super::Room;
 use crate::{
+    cost::PromptCost,
     index::{marks, Expected, Overlap, PrefixIndex, WorkerId},
     place::{charged_tokens, Candidate, Placer, Request, Why},
     scheduler::events::Link,
@@ -24,10 +25,10 @@ const MAX_HOLDERS: usize = 32;
 /// What the scheduler believes of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outlook {
-    /// Predicted work of prompts that it has and has not computed yet.
+    /// Predicted work of prompts that it has and has not computed yet. It becomes less as time passes.
     pub pending_prefill_ms: f64,
-    /// Predicted work of one prompt token.
-    pub prefill_ms_per_token: f64,
+    /// What prompts cost there.
+    pub cost: PromptCost,
     /// Requests that decode.
     pub decoding: u32,
     /// Requests that wait or whose prompt is partly computed.
@@ -37,6 +38,8 @@ pub struct Outlook {
     pub ahead_ms: Option<f64>,
     /// Requests that may part, with so many prompt tokens to compute there, have to be asked for; 0 = none.
     pub ask_from_tokens: u32,
+    /// So many of the requests that its router has placed on this stream are counted in that.
+    pub placed: u64,
 }
 
 /// A worker of which something may be lent.
@@ -78,6 +81,9 @@ pub struct Holder {
     /// What workers will hold because of what was placed here, and still runs.
     expected: Expected,
     overlaps: Vec<Overlap>,
+    /// Requests that were placed here on this stream, and how many of them the scheduler has heard of.
+    placed: u64,
+    heard: u64,
     known: u64,
     stream: u64,
 }
@@ -93,9 +99,11 @@ pub struct Taken {
     pub why: Why,
     /// The marks of what of its prompt the worker did not hold.
     blocks: Vec<u64>,
+    /// Its first token has come.
+    begun: bool,
+    /// Its place among all that were placed on its stream.
+    number: u64,
     stream: u64,
-    /// News of the worker until then.
-    heard: u64,
 }
 
 #[derive(Debug)]
@@ -103,18 +111,36 @@ struct Held {
     grantor: Grantor,
     limit: Room,
     used: Room,
-    /// As the scheduler said last, with what was placed here since and has not ended.
+    /// As the scheduler said last, with what has happened here since.
     outlook: Outlook,
-    /// How often it has said so.
-    heard: u64,
-    /// Where it stands among its pool's open ones.
+    /// When it will have computed all prompts that wait.
+    idle_at_s: f64,
+    /// What was placed here and has no first token, of which the scheduler may not have heard: numbers and prompts' work.
+    unheard: VecDeque<(u64, f64)>,
+    /// Where it stands among those of its pool that lend something.
     at: Option<usize>,
+}
+
+impl Held {
+    /// The scheduler has heard of what was placed until then.
+    fn forget_until(&mut self, number: u64) {
+        while self.unheard.front().is_some_and(|&(first, _)| first <= number) {
+            self.unheard.pop_front();
+        }
+    }
+
+    fn pending_ms(&self, now_s: f64) -> f64 {
+        if self.outlook.waiting == 0 {
+            return 0.0;
+        }
+        ((self.idle_at_s - now_s) * 1e3).max(0.0)
+    }
 }
 
 #[derive(Debug, Default)]
 struct Pool {
-    /// Those with some room left.
-    open: Vec<Link>,
+    /// Those of which something is lent, used up or not.
+    lent: Vec<Link>,
     placer: Placer,
 }
 
@@ -127,7 +153,8 @@ impl Holder {
             limit: Room::NONE,
             used: Room::NONE,
             outlook: Outlook::default(),
-            heard: 0,
+            idle_at_s: f64::NEG_INFINITY,
+            unheard: VecDeque::new(),
             at: None,
         });
     }
@@ -146,21 +173,24 @@ impl Holder {
     }
 
     /// A share came of a worker that was introduced. `outlook` is what the scheduler believes of the worker now.
-    pub fn receive(&mut self, number: u64, worker: Link, room: Room, outlook: Outlook) {
+    pub fn receive(&mut self, now_s: f64, number: u64, worker: Link, room: Room, outlook: Outlook) {
         self.known = self.known.max(number);
+        self.hear(now_s, worker, outlook);
         if let Some(held) = self.workers.get_mut(&worker) {
             held.limit = room;
-            held.outlook = outlook;
-            held.heard += 1;
             self.settle(worker);
         }
     }
 
     /// News of a worker without a new share.
-    pub fn hear(&mut self, worker: Link, outlook: Outlook) {
+    pub fn hear(&mut self, now_s: f64, worker: Link, outlook: Outlook) {
+        self.heard = self.heard.max(outlook.placed);
         if let Some(held) = self.workers.get_mut(&worker) {
+            held.forget_until(outlook.placed);
             held.outlook = outlook;
-            held.heard += 1;
+            held.outlook.waiting += held.unheard.len() as u32;
+            let unheard_ms: f64 = held.unheard.iter().map(|(_, prefill_ms)| prefill_ms).sum();
+            held.idle_at_s = now_s + (outlook.pending_prefill_ms + unheard_ms) / 1e3;
         }
     }
 
@@ -178,38 +208,41 @@ impl Holder {
         };
     }
 
-    /// Takes room for a request on the worker where it does best; None when no share has room for it, or that worker has too
-    /// much to do before it. `index`: who holds which prefix blocks.
-    pub fn place(&mut self, wanted: &Wanted<'_>, index: &PrefixIndex, rng: &mut dyn RngCore) -> Option<Taken> {
+    /// Takes room for a request on the worker where it does best, of those of which something is lent; None when its share
+    /// there has no room for it, or too much is to be done before it: it is asked for then, rather than placed where it does
+    /// worse. `index`: who holds which prefix blocks.
+    pub fn place(
+        &mut self,
+        now_s: f64,
+        wanted: &Wanted<'_>,
+        index: &PrefixIndex,
+        rng: &mut dyn RngCore,
+    ) -> Option<Taken> {
         let hits = self.hits(wanted, index);
-        let open = self.pools.get_mut(wanted.pool)?;
-        let drawn: BTreeSet<usize> = if open.open.len() <= CANDIDATES {
-            (0..open.open.len()).collect()
+        let pool = self.pools.get_mut(wanted.pool)?;
+        let drawn: BTreeSet<usize> = if pool.lent.len() <= CANDIDATES {
+            (0..pool.lent.len()).collect()
         } else {
-            let drawn = index::sample(rng, open.open.len(), CANDIDATES).into_iter();
-            let of_pool = |link: &Link| {
-                self.workers
-                    .get(link)
-                    .filter(|held| &*held.grantor.pool == wanted.pool)
-            };
+            let drawn = index::sample(rng, pool.lent.len(), CANDIDATES).into_iter();
+            let of_pool = |link: &Link| self.workers.get(link).filter(|held| &*held.grantor.pool == wanted.pool);
             drawn.chain(hits.keys().filter_map(|link| of_pool(link)?.at)).collect()
         };
         let mut block_ms = 0.0_f64;
         let (workers, candidates): (Vec<Link>, Vec<Candidate>) = drawn
             .into_iter()
             .filter_map(|at| {
-                let worker = open.open[at];
+                let worker = pool.lent[at];
                 let held = self.workers.get(&worker)?;
-                if wanted.avoid.contains(&worker) || !held.used.plus(wanted.room).fits(held.limit) {
+                if wanted.avoid.contains(&worker) {
                     return None;
                 }
                 let outlook = &held.outlook;
-                block_ms =
-                    block_ms.max(outlook.prefill_ms_per_token * f64::from(charged_tokens(wanted.prompt_tokens)));
+                block_ms = block_ms.max(outlook.cost.prefill_ms(charged_tokens(wanted.prompt_tokens), 0));
                 let hit_tokens = hits.get(&worker).copied().unwrap_or(0);
+                let new_tokens = wanted.prompt_tokens - hit_tokens;
                 let candidate = Candidate {
-                    pending_prefill_ms: outlook.pending_prefill_ms,
-                    prefill_ms: outlook.prefill_ms_per_token * f64::from(wanted.prompt_tokens - hit_tokens),
+                    pending_prefill_ms: held.pending_ms(now_s),
+                    prefill_ms: outlook.cost.prefill_ms(new_tokens, hit_tokens),
                     hit_tokens,
                     decoding: outlook.decoding,
                     waiting: outlook.waiting,
@@ -222,32 +255,36 @@ impl Holder {
             prompt_tokens: wanted.prompt_tokens,
             block_ms,
         };
-        let chosen = open.placer.choose(&request, &candidates, rng)?;
+        let chosen = pool.placer.choose(&request, &candidates, rng)?;
         let (worker, candidate) = (workers[chosen], &candidates[chosen]);
         let held = self.workers.get_mut(&worker)?;
         let ask_from = held.outlook.ask_from_tokens;
         let parts = wanted.may_part && ask_from > 0 && wanted.prompt_tokens - candidate.hit_tokens >= ask_from;
-        let pending_ms = held.outlook.pending_prefill_ms;
-        if parts || held.outlook.ahead_ms.is_some_and(|ahead_ms| pending_ms > ahead_ms) {
+        let pending_ms = held.pending_ms(now_s);
+        let fits = held.used.plus(wanted.room).fits(held.limit);
+        if parts || !fits || held.outlook.ahead_ms.is_some_and(|ahead_ms| pending_ms > ahead_ms) {
             return None;
         }
         held.used = held.used.plus(wanted.room);
         // Its own placements count at once: what the scheduler says of them comes later.
-        held.outlook.pending_prefill_ms += candidate.prefill_ms;
+        held.idle_at_s = now_s + (pending_ms + candidate.prefill_ms) / 1e3;
         held.outlook.waiting += 1;
-        let why = Why::new(candidate, open.placer.score(&request, candidate));
-        let (heard, grantor) = (held.heard, &held.grantor);
+        self.placed += 1;
+        held.forget_until(self.heard);
+        held.unheard.push_back((self.placed, candidate.prefill_ms));
+        let why = Why::new(candidate, pool.placer.score(&request, candidate));
+        let grantor = &held.grantor;
         let held_blocks = candidate.hit_tokens.div_ceil(grantor.block_tokens.max(1)) as usize;
         let blocks = marks(wanted.blocks, held_blocks);
         self.expected.add(grantor.number, &blocks);
-        self.settle(worker);
         Some(Taken {
             worker,
             room: wanted.room,
             why,
             blocks,
+            begun: false,
+            number: self.placed,
             stream: self.stream,
-            heard,
         })
     }
 
@@ -270,6 +307,18 @@ impl Holder {
         overlaps.iter().filter_map(hit).collect()
     }
 
+    /// The first token of a request has come: its prompt is computed.
+    pub fn begun(&mut self, taken: &mut Taken) {
+        if taken.stream != self.stream || std::mem::replace(&mut taken.begun, true) {
+            return;
+        }
+        if let Some(held) = self.workers.get_mut(&taken.worker) {
+            held.unheard.retain(|&(number, _)| number != taken.number);
+            held.outlook.waiting = held.outlook.waiting.saturating_sub(1);
+            held.outlook.decoding += 1;
+        }
+    }
+
     /// A request has ended. What was placed on an earlier stream has been announced, and is none of these shares' any more.
     pub fn give_back(&mut self, taken: Taken) {
         if taken.stream != self.stream {
@@ -278,31 +327,31 @@ impl Holder {
         if let Some(held) = self.workers.get_mut(&taken.worker) {
             self.expected.remove(held.grantor.number, &taken.blocks);
             held.used = held.used.less(taken.room);
-            if held.heard == taken.heard {
-                let outlook = &mut held.outlook;
-                outlook.waiting = outlook.waiting.saturating_sub(1);
-                outlook.pending_prefill_ms = (outlook.pending_prefill_ms - taken.why.prefill_ms).max(0.0);
+            if taken.begun {
+                held.outlook.decoding = held.outlook.decoding.saturating_sub(1);
+            } else {
+                held.unheard.retain(|&(number, _)| number != taken.number);
+                held.outlook.waiting = held.outlook.waiting.saturating_sub(1);
+                held.idle_at_s -= taken.why.prefill_ms / 1e3;
             }
         }
-        self.settle(taken.worker);
     }
 
-    /// Puts a worker among the open ones, or takes it out.
+    /// Puts a worker among those of which something is lent, or takes it out.
     fn settle(&mut self, worker: Link) {
         let Some(held) = self.workers.get_mut(&worker) else {
             return;
         };
         let pool = self.pools.entry(held.grantor.pool.clone()).or_default();
-        let open = held.used.choices < held.limit.choices && held.used.kv_tokens < held.limit.kv_tokens;
-        match (open, held.at) {
+        match (held.limit != Room::NONE, held.at) {
             (true, None) => {
-                held.at = Some(pool.open.len());
-                pool.open.push(worker);
+                held.at = Some(pool.lent.len());
+                pool.lent.push(worker);
             }
             (false, Some(at)) => {
                 held.at = None;
-                pool.open.swap_remove(at);
-                if let Some(moved) = pool.open.get(at).and_then(|moved| self.workers.get_mut(moved)) {
+                pool.lent.swap_remove(at);
+                if let Some(moved) = pool.lent.get(at).and_then(|moved| self.workers.get_mut(moved)) {
                     moved.at = Some(at);
                 }
             }

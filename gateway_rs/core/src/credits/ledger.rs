@@ -38,6 +38,8 @@ struct Sent {
     last: u64,
     /// What it has not yet said that it knows: numbers and workers, in order.
     unknown: VecDeque<(u64, Link)>,
+    /// Requests that it has reported to have placed.
+    placed: u64,
 }
 
 /// What is lent of one worker.
@@ -96,10 +98,9 @@ impl Ledger {
         }
     }
 
-    /// A worker is gone, and all that was lent of it; the routers that held shares.
-    pub fn remove_worker(&mut self, worker: Link) -> Vec<Link> {
-        let lent = self.workers.remove(&worker).unwrap_or_default();
-        lent.books.into_keys().collect()
+    /// A worker is gone, and all that was lent of it.
+    pub fn remove_worker(&mut self, worker: Link) {
+        self.workers.remove(&worker);
     }
 
     /// The routers that may place something on a worker.
@@ -128,7 +129,19 @@ impl Ledger {
             .is_some_and(|lent| lent.books.values().any(|books| books.ceiling() != Room::NONE))
     }
 
-    /// A router reports a request that it has placed.
+    /// A router reports that it has placed a request, whatever becomes of it.
+    pub fn hears(&mut self, router: Link) {
+        if let Some(sent) = self.routers.get_mut(&router) {
+            sent.placed += 1;
+        }
+    }
+
+    /// How many those are.
+    pub fn heard(&self, router: Link) -> u64 {
+        self.routers.get(&router).map_or(0, |sent| sent.placed)
+    }
+
+    /// A request that a router has placed runs.
     pub fn placed(&mut self, router: Link, worker: Link, room: Room) {
         let lent = self.workers.entry(worker).or_default();
         let books = lent.books.entry(router).or_default();

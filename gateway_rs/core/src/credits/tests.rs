@@ -9,7 +9,10 @@ use proptest::prelude::*;
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 use super::*;
-use crate::index::{Limits, PrefixIndex, NO_BLOCK};
+use crate::{
+    cost::PromptCost,
+    index::{Limits, PrefixIndex, NO_BLOCK},
+};
 
 const CAPACITY: Room = Room {
     choices: 9,
@@ -22,6 +25,12 @@ enum Said {
     Released(u64),
     Knows(u64),
 }
+
+/// As the tests' prompts cost.
+const MS_PER_TOKEN: PromptCost = PromptCost {
+    token_ms: 1.0,
+    pair_ms: 0.0,
+};
 
 const POOL: &str = "pool";
 
@@ -142,7 +151,7 @@ impl World {
         self.next += 1;
         let (own, avoid) = (self.routers.get_mut(&router).expect("it is there"), BTreeSet::new());
         let wanted = wanted(10, room, &avoid);
-        if let Some(taken) = own.holder.place(&wanted, &self.index, &mut self.dice) {
+        if let Some(taken) = own.holder.place(0.0, &wanted, &self.index, &mut self.dice) {
             self.placed_by_credit += 1;
             own.outgoing.push_back(Said::Placed(lease, taken.worker, room));
             own.running.insert(lease, taken);
@@ -229,7 +238,7 @@ impl World {
         let own = self.routers.get_mut(&router).expect("it is there");
         if let Some((share, outlook)) = own.incoming.pop_front() {
             own.holder.introduce(share.worker, grantor(share.worker));
-            own.holder.receive(share.number, share.worker, share.room, outlook);
+            own.holder.receive(0.0, share.number, share.worker, share.room, outlook);
             own.outgoing.push_back(Said::Knows(own.holder.known()));
         }
     }
@@ -368,7 +377,7 @@ fn holder_of(workers: std::ops::Range<u64>, outlook: Outlook) -> Holder {
             kv_tokens: 100,
         };
         holder.introduce(worker, grantor(worker));
-        holder.receive(worker + 1, worker, limit, outlook);
+        holder.receive(0.0, worker + 1, worker, limit, outlook);
     }
     holder
 }
@@ -381,7 +390,7 @@ const ONE: Room = Room {
 #[test]
 fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
     let outlook = Outlook {
-        prefill_ms_per_token: 1.0,
+        cost: MS_PER_TOKEN,
         ..Outlook::default()
     };
     let (mut holder, mut dice) = (holder_of(0..100, outlook), StdRng::seed_from_u64(1));
@@ -393,7 +402,7 @@ fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
             blocks: &blocks,
             ..wanted(3200, ONE, &avoid)
         };
-        holder.place(&wanted, &index, &mut dice).expect("room")
+        holder.place(0.0, &wanted, &index, &mut dice).expect("room")
     };
     // Whatever is drawn, the holder is looked at; and who has given back what it took is as idle as before.
     for _ in 0..50 {
@@ -410,24 +419,55 @@ fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
 #[test]
 fn what_would_wait_behind_others_is_asked_for() {
     let mut outlook = Outlook {
-        prefill_ms_per_token: 1.0,
+        cost: MS_PER_TOKEN,
         ahead_ms: Some(100.0),
         ..Outlook::default()
     };
     let (mut holder, mut dice) = (holder_of(1..2, outlook), StdRng::seed_from_u64(1));
     let (index, avoid) = (PrefixIndex::new(Limits::default(), 1), BTreeSet::new());
-    let mut place = |holder: &mut Holder| holder.place(&wanted(80, ONE, &avoid), &index, &mut dice).is_some();
+    let mut place = |holder: &mut Holder, now_s: f64| {
+        let taken = holder.place(now_s, &wanted(80, ONE, &avoid), &index, &mut dice);
+        taken.is_some()
+    };
     // Its own placements count: the third would begin after 160 ms.
-    assert_eq!(
-        [place(&mut holder), place(&mut holder), place(&mut holder)],
-        [true, true, false]
-    );
-    outlook.pending_prefill_ms = 90.0;
-    holder.hear(1, outlook);
-    assert!(place(&mut holder));
+    assert_eq!([(); 3].map(|()| place(&mut holder, 0.0)), [true, true, false]);
+    (outlook.placed, outlook.waiting, outlook.pending_prefill_ms) = (2, 1, 90.0);
+    holder.hear(0.0, 1, outlook);
+    assert!(place(&mut holder, 0.0));
+    // It computes meanwhile.
+    assert!(!place(&mut holder, 0.05));
+    assert!(place(&mut holder, 0.08));
     // Where nobody can say how long anything takes, there is no limit.
     outlook.ahead_ms = None;
     outlook.pending_prefill_ms = 1e6;
-    holder.hear(1, outlook);
-    assert!(place(&mut holder));
+    holder.hear(0.1, 1, outlook);
+    assert!(place(&mut holder, 0.1));
+}
+
+#[test]
+fn what_the_scheduler_has_not_heard_of_counts_beside_what_it_says() {
+    let mut outlook = Outlook {
+        cost: MS_PER_TOKEN,
+        ..Outlook::default()
+    };
+    let (mut holder, mut dice) = (holder_of(1..2, outlook), StdRng::seed_from_u64(1));
+    let (index, avoid) = (PrefixIndex::new(Limits::default(), 1), BTreeSet::new());
+    let mut place = |holder: &mut Holder| {
+        let taken = holder.place(0.0, &wanted(80, ONE, &avoid), &index, &mut dice);
+        taken.expect("room")
+    };
+    let seen = |taken: &Taken| (taken.why.waiting, taken.why.decoding, taken.why.pending_prefill_ms);
+    let (mut first, _second) = (place(&mut holder), place(&mut holder));
+    // It was said before the scheduler heard of the second; others have placed one there too.
+    (outlook.placed, outlook.waiting, outlook.pending_prefill_ms) = (1, 2, 100.0);
+    holder.hear(0.0, 1, outlook);
+    assert_eq!(seen(&place(&mut holder)), (3, 0, 180.0));
+    // Of what happens here nobody need tell.
+    holder.begun(&mut first);
+    assert_eq!(seen(&place(&mut holder)).1, 1);
+    holder.give_back(first);
+    // It has heard of all four.
+    outlook.placed = 4;
+    holder.hear(0.0, 1, outlook);
+    assert_eq!(seen(&place(&mut holder)), (2, 0, 100.0));
 }

@@ -11,7 +11,7 @@ use super::{
     map::Map,
 };
 use crate::{
-    cost::{CostModel, CostTable, ModelError, Shape},
+    cost::{CostModel, CostTable, ModelError, PromptCost, Shape},
     place::{charged_tokens, Request},
 };
 
@@ -148,15 +148,21 @@ impl Kinds {
         self.kinds[kind].workers -= 1;
     }
 
-    /// Work of that many prompt tokens behind cached ones. Never 0, and proportional to tokens before anything is known.
+    /// Work of that many prompt tokens behind cached ones. Never 0.
     pub fn prefill_ms(&self, kind: KindId, pace: Pace, new: u32, cached: u32) -> f64 {
-        let ms = self.kinds[kind].model.prefill_ms(new, cached);
-        let ms = if ms > 0.0 {
-            ms
-        } else {
-            UNKNOWN_TOKEN_MS * f64::from(new.max(1))
-        };
-        ms * pace.times()
+        self.prompt_cost(kind, pace).prefill_ms(new.max(1), cached)
+    }
+
+    /// What prompts cost; proportional to tokens before anything is known.
+    pub fn prompt_cost(&self, kind: KindId, pace: Pace) -> PromptCost {
+        let mut cost = self.kinds[kind].model.prompt_cost();
+        if cost == PromptCost::default() {
+            cost.token_ms = UNKNOWN_TOKEN_MS;
+        }
+        PromptCost {
+            token_ms: cost.token_ms * pace.times(),
+            pair_ms: cost.pair_ms * pace.times(),
+        }
     }
 
     /// From a standing start to the first token; None when the model is not to be trusted.

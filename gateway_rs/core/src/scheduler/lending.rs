@@ -24,7 +24,6 @@ use super::{
 use crate::{
     credits::{Ledger, Outlook, Room, Share},
     index::marks,
-    place::BLOCK_TOKENS,
 };
 
 /// Shares are looked at again at most so often: what came meanwhile is one change.
@@ -54,8 +53,8 @@ pub(super) struct Lending {
     looked_s: f64,
     /// Pools that lend nothing, by when they stopped.
     stopped: BTreeMap<Arc<str>, f64>,
-    /// What each worker's holders were last told of it.
-    told: BTreeMap<Link, Outlook>,
+    /// What each worker's holders were last told of it, and when.
+    told: BTreeMap<Link, (f64, Outlook)>,
 }
 
 impl Lending {
@@ -68,6 +67,7 @@ impl Lending {
 impl Core {
     /// A router has placed a request by itself. A fact, whatever we believed of the room there.
     pub(super) fn placed(&mut self, link: Link, id: LeaseId, worker: Link, ask: &Ask) {
+        self.lending.ledger.hears(link);
         let (Some(router_id), Some(held)) = (self.routers_by_link.get(&link), self.fleet.workers.get(&worker)) else {
             // Its worker has just gone; the release will not be known either.
             return;
@@ -76,6 +76,8 @@ impl Core {
             self.oddities.lease_collision += 1;
             return;
         }
+        let found = self.fleet.consider(self.now_s, worker, ask, false, self.placer());
+        let (prefill_ms, hit_tokens) = found.map_or((0.0, 0), |(choice, _)| (choice.prefill_ms, choice.hit_tokens));
         let lease = Lease {
             id,
             router_id: router_id.clone(),
@@ -89,9 +91,8 @@ impl Core {
             granted_s: self.now_s,
             class: ask.class,
             phase: Phase::Prefill,
-            prefill_ms: (self.fleet.consider(self.now_s, worker, ask, false, self.placer()))
-                .map_or(0.0, |(choice, _)| choice.prefill_ms),
-            uncached_tokens: ask.prompt_tokens,
+            prefill_ms,
+            uncached_tokens: ask.prompt_tokens - hit_tokens,
             urgency: Urgency {
                 rank: ask.class.rank(),
                 due: Key(self.due_s(ask)),
@@ -146,7 +147,7 @@ impl Core {
     /// A worker's room is another one than before, or may be.
     pub(super) fn room_changed(&mut self, worker: Link) {
         self.fleet.promise(worker, self.lending.ledger.promised(worker));
-        if self.policy.credits {
+        if self.policy.lends() {
             self.lending.changed.insert(worker);
         }
     }
@@ -189,9 +190,12 @@ impl Core {
 
     /// A worker is gone.
     pub(super) fn unlend(&mut self, worker: Link) {
-        for router in self.lending.ledger.remove_worker(worker) {
-            self.actions.push(Action::Unlent { link: router, worker });
-        }
+        self.lending.ledger.remove_worker(worker);
+        // Those too that hold nothing of it now: they may have been told who it is.
+        let routers = self.routers.values().filter_map(|router| router.link);
+        let lends = self.policy.lends();
+        self.actions
+            .extend(routers.filter(|_| lends).map(|link| Action::Unlent { link, worker }));
         self.lending.changed.remove(&worker);
         self.lending.told.remove(&worker);
     }
@@ -269,7 +273,10 @@ impl Core {
     fn send(&mut self, shares: Vec<Share>) {
         for share in shares {
             if let Some(worker) = self.fleet.workers.get(&share.worker) {
-                let outlook = self.outlook(worker);
+                let outlook = Outlook {
+                    placed: self.lending.ledger.heard(share.router),
+                    ..self.outlook(worker)
+                };
                 self.actions.push(Action::Lent { share, outlook });
             }
         }
@@ -277,12 +284,11 @@ impl Core {
 
     fn outlook(&self, worker: &Worker) -> Outlook {
         let kinds = &self.fleet.kinds;
-        let block_ms = kinds.prefill_ms(worker.kind, worker.pace, BLOCK_TOKENS, 0);
         let pool = self.fleet.pools.get(&worker.hello.pool);
         let parts = self.policy.disaggregation != Disaggregation::Off && pool.is_some_and(Pool::has_prefill);
         Outlook {
             pending_prefill_ms: worker.pending_ms(self.now_s),
-            prefill_ms_per_token: block_ms / f64::from(BLOCK_TOKENS),
+            cost: kinds.prompt_cost(worker.kind, worker.pace),
             decoding: worker.decoding(),
             waiting: worker.waiting(),
             ahead_ms: kinds.trusted(worker.kind).then_some(self.policy.dispatch_ahead_s * 1e3),
@@ -291,6 +297,7 @@ impl Core {
             } else {
                 0
             },
+            placed: 0,
         }
     }
 
@@ -300,21 +307,22 @@ impl Core {
             return;
         };
         let outlook = self.outlook(worker);
-        let told = self.lending.told.entry(link).or_default();
-        if !is_news(told, &outlook) {
+        let (told_s, told) = self.lending.told.entry(link).or_default();
+        if !is_news(told, self.now_s - *told_s, &outlook) {
             return;
         }
-        *told = outlook;
+        (*told_s, *told) = (self.now_s, outlook);
         for router in self
             .lending
             .ledger
             .holders(link)
             .filter(|router| !sent.contains(router))
         {
+            let placed = self.lending.ledger.heard(router);
             self.actions.push(Action::News {
                 link: router,
                 worker: link,
-                outlook,
+                outlook: Outlook { placed, ..outlook },
             });
         }
     }
@@ -343,16 +351,17 @@ fn free(worker: &Worker) -> Room {
     capacity.less(held).less(worker.promised)
 }
 
-/// Whether a router would place otherwise for it: a quarter more or less of anything.
-fn is_news(told: &Outlook, now: &Outlook) -> bool {
-    let differs = |told: f64, now: f64, grain: f64| (told - now).abs() > grain.max(told.max(now) / 4.0);
-    differs(
-        told.pending_prefill_ms,
-        now.pending_prefill_ms,
-        256.0 * now.prefill_ms_per_token,
-    ) || told.ahead_ms != now.ahead_ms
-        || differs(f64::from(told.decoding), f64::from(now.decoding), 1.0)
-        || differs(f64::from(told.waiting), f64::from(now.waiting), 1.0)
-        || differs(told.prefill_ms_per_token, now.prefill_ms_per_token, 0.0)
+/// Whether a router would place otherwise for it, by what it has made of what it was told so long ago: an eighth more or less
+/// of the work that waits, or of the factor by which a prompt there delays others.
+fn is_news(told: &Outlook, ago_s: f64, now: &Outlook) -> bool {
+    let differs = |told: f64, now: f64, grain: f64| (told - now).abs() > grain.max(told.max(now) / 8.0);
+    let factor = |of: &Outlook| (1.0 + f64::from(of.decoding)) * (1.0 + f64::from(of.waiting));
+    let told_pending_ms = (told.pending_prefill_ms - ago_s * 1e3).max(0.0);
+    let grain_ms = now.cost.prefill_ms(128, 0);
+    differs(told_pending_ms, now.pending_prefill_ms, grain_ms)
+        || differs(factor(told), factor(now), 0.0)
+        || told.ahead_ms != now.ahead_ms
+        || differs(told.cost.token_ms, now.cost.token_ms, 0.0)
+        || differs(told.cost.pair_ms, now.cost.pair_ms, 0.0)
         || told.ask_from_tokens != now.ask_from_tokens
 }

@@ -97,6 +97,11 @@ impl Default for Policy {
 }
 
 impl Policy {
+    /// Whether room is lent: routers place by the one rule that they know.
+    pub fn lends(&self) -> bool {
+        self.credits && self.placement == place::Policy::MarginalDelay
+    }
+
     /// A worker that is silent for so long is out, in a fleet in which each reports at `heartbeat_s`.
     pub fn silence_s(&self) -> f64 {
         self.heartbeat_s * f64::from(self.heartbeats_missed)

@@ -542,7 +542,7 @@ impl<'a> Run<'a> {
             Action::Granted(grant) => self.granted(&grant),
             Action::Refused(refusal) => self.end(refusal.ask as u32, Fate::Rejected),
             other => {
-                if let Some(number) = self.routers[router as usize].hear(&other, grantor) {
+                if let Some(number) = self.routers[router as usize].hear(self.now_s, &other, grantor) {
                     let link = FIRST_ROUTER + Link::from(router);
                     // Not within the step that said it.
                     let event = Box::new(Event::KnowsShares { link, number });
@@ -639,7 +639,7 @@ impl<'a> Run<'a> {
         };
         let (link, ask) = (self.link(number), Box::new(ask));
         let blocks = self.scheduler.fleet().blocks().index();
-        match self.routers[progress.router as usize].place(&ask, blocks) {
+        match self.routers[progress.router as usize].place(self.now_s, &ask, blocks) {
             None => self.say(Event::Asked { link, ask }),
             Some((lease, worker)) => {
                 self.unasked += 1;
@@ -800,6 +800,7 @@ impl<'a> Run<'a> {
                         record.first_token_s = Some(self.now_s);
                         record.cached_tokens = cached_tokens;
                     }
+                    self.routers[self.progress[request as usize].router as usize].begun(request);
                     self.say(Event::Progressed {
                         link: self.link(request),
                         lease,

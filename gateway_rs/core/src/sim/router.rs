@@ -41,7 +41,7 @@ impl Router {
     }
 
     /// A lease and a worker for a request, when there is room for it and nobody before it; otherwise it has to be asked for.
-    pub fn place(&mut self, ask: &Ask, index: &PrefixIndex) -> Option<(LeaseId, Link)> {
+    pub fn place(&mut self, now_s: f64, ask: &Ask, index: &PrefixIndex) -> Option<(LeaseId, Link)> {
         let wanted = Wanted {
             pool: ask.pools.first()?,
             prompt_tokens: ask.prompt_tokens,
@@ -53,11 +53,18 @@ impl Router {
             may_part: ask.may_part,
             avoid: &BTreeSet::new(),
         };
-        let taken = self.holder.place(&wanted, index, &mut self.rng)?;
+        let taken = self.holder.place(now_s, &wanted, index, &mut self.rng)?;
         let worker = taken.worker;
         self.taken.insert(ask.number as u32, taken);
         self.next_lease += 1;
         Some((self.next_lease, worker))
+    }
+
+    /// The first token of a request has come.
+    pub fn begun(&mut self, request: u32) {
+        if let Some(taken) = self.taken.get_mut(&request) {
+            self.holder.begun(taken);
+        }
     }
 
     /// A request has ended, or is given up there.
@@ -68,15 +75,16 @@ impl Router {
     }
 
     /// Takes in what the scheduler says of a worker; the share that it knows now. `grantor`: who that is, while it is there.
-    pub fn hear(&mut self, action: &Action, grantor: Option<Grantor>) -> Option<u64> {
+    pub fn hear(&mut self, now_s: f64, action: &Action, grantor: Option<Grantor>) -> Option<u64> {
         match *action {
             Action::Lent { share, outlook } => {
                 // Of one that has just gone the scheduler says so next.
                 self.holder.introduce(share.worker, grantor?);
-                self.holder.receive(share.number, share.worker, share.room, outlook);
+                self.holder
+                    .receive(now_s, share.number, share.worker, share.room, outlook);
                 return Some(self.holder.known());
             }
-            Action::News { worker, outlook, .. } => self.holder.hear(worker, outlook),
+            Action::News { worker, outlook, .. } => self.holder.hear(now_s, worker, outlook),
             Action::Unlent { worker, .. } => self.holder.forget(worker),
             _ => {}
         }

@@ -443,6 +443,14 @@ impl Scheduler {
         }
     }
 
+    fn begun(&self, lease: u64) {
+        let mut state = self.state.lock();
+        let State { leases, shares, .. } = &mut *state;
+        if let Some(taken) = leases.get_mut(&lease).and_then(|held| held.taken.as_mut()) {
+            shares.begun(taken);
+        }
+    }
+
     fn give_back(&self, release: Release) {
         let mut state = self.state.lock();
         let taken = state.leases.remove(&release.lease).and_then(|held| held.taken);
@@ -479,6 +487,7 @@ impl Lease {
 
     /// Tells of an answer that has grown to so many tokens: what waits behind its prompt can be placed better.
     pub fn progress(&self, output_tokens: u32) {
+        self.scheduler.begun(self.id);
         let progress = Progress {
             lease: self.id,
             output_tokens,

@@ -5,10 +5,12 @@
 use std::{
     collections::{BTreeSet, HashMap},
     sync::Arc,
+    time::Instant,
 };
 
 use headrace_core::{
     blocks::Blocks,
+    cost::PromptCost,
     credits::{self, Holder, Outlook, Room, Taken, Wanted},
     scheduler::{events::Link, leases::expected_kv_tokens},
 };
@@ -31,6 +33,8 @@ pub struct Shares {
     rng: SmallRng,
     /// Counts up from anywhere: other routers count elsewhere.
     next_lease: u64,
+    /// The holder's clock begins here.
+    started: Instant,
 }
 
 impl Shares {
@@ -42,6 +46,7 @@ impl Shares {
             blocks,
             rng: SmallRng::from_os_rng(),
             next_lease: rand::random(),
+            started: Instant::now(),
         }
     }
 
@@ -73,21 +78,26 @@ impl Shares {
         }
         let outlook = Outlook {
             pending_prefill_ms: share.pending_prefill_ms.into(),
-            prefill_ms_per_token: share.prefill_ms_per_token.into(),
+            cost: PromptCost {
+                token_ms: share.prefill_ms_per_token.into(),
+                pair_ms: share.prefill_ms_per_pair.into(),
+            },
             decoding: share.decoding,
             waiting: share.waiting,
             ahead_ms: share.ahead_ms.map(f64::from),
             ask_from_tokens: share.ask_from_tokens,
+            placed: share.placed,
         };
         if share.number == 0 {
-            self.holder.hear(share.worker, outlook);
+            self.holder.hear(self.now_s(), share.worker, outlook);
             return false;
         }
         let room = Room {
             choices: share.choices,
             kv_tokens: share.kv_tokens,
         };
-        self.holder.receive(share.number, share.worker, room, outlook);
+        self.holder
+            .receive(self.now_s(), share.number, share.worker, room, outlook);
         true
     }
 
@@ -119,9 +129,10 @@ impl Shares {
             may_part: ask.may_part,
             avoid: &avoid,
         };
+        let now_s = self.now_s();
         let taken = self
             .holder
-            .place(&wanted, self.blocks.read().index(), &mut self.rng)?;
+            .place(now_s, &wanted, self.blocks.read().index(), &mut self.rng)?;
         let grantor = self.grantors.get(&taken.worker)?;
         self.next_lease = self.next_lease.wrapping_add(1);
         let grant = Grant {
@@ -134,6 +145,15 @@ impl Shares {
             ..Grant::default()
         };
         Some((grant, taken))
+    }
+
+    fn now_s(&self) -> f64 {
+        self.started.elapsed().as_secs_f64()
+    }
+
+    /// The first token of a request that was placed here has come.
+    pub fn begun(&mut self, taken: &mut Taken) {
+        self.holder.begun(taken);
     }
 
     /// A request that was placed here has ended.

@@ -164,7 +164,7 @@ impl World {
             avoid: &BTreeSet::new(),
         };
         let index = self.core.fleet().blocks().index();
-        let taken = router.holder.place(&wanted, index, &mut self.dice);
+        let taken = router.holder.place(self.now_s, &wanted, index, &mut self.dice);
         let Some(taken) = taken else {
             router.asked.insert(ask.number, choices);
             router.outgoing.push_back(Event::Asked { link: router.link, ask });
@@ -215,14 +215,16 @@ impl World {
                     block_tokens: 0,
                 };
                 router.holder.introduce(share.worker, grantor);
-                router.holder.receive(share.number, share.worker, share.room, outlook);
+                router
+                    .holder
+                    .receive(self.now_s, share.number, share.worker, share.room, outlook);
                 let number = router.holder.known();
                 router.outgoing.push_back(Event::KnowsShares {
                     link: router.link,
                     number,
                 });
             }
-            Some(Action::News { worker, outlook, .. }) => router.holder.hear(worker, outlook),
+            Some(Action::News { worker, outlook, .. }) => router.holder.hear(self.now_s, worker, outlook),
             _ => {}
         }
     }
@@ -303,4 +305,25 @@ fn while_nothing_waits_routers_need_not_ask() {
         world.pass_time(0.01);
     }
     assert!(world.by_credit >= 380, "{} of 400", world.by_credit);
+}
+
+#[test]
+fn routers_hear_of_what_others_place() {
+    let mut world = World::new(1, 2, 1);
+    world.pass_time(0.2);
+    world.talk();
+    world.arrive(0, 1);
+    world.arrive(1, 1);
+    world.talk();
+    world.finish(1);
+    world.talk();
+    world.pass_time(0.06);
+    world.talk();
+    world.arrive(1, 1);
+    let why = world.routers[1]
+        .running
+        .values()
+        .find_map(|(_, _, taken)| Some(taken.as_ref()?.why));
+    let why = why.expect("placed without asking");
+    assert_eq!((why.waiting, why.pending_prefill_ms > 0.0), (1, true));
 }
