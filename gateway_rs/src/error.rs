@@ -266,6 +266,18 @@ impl ApiError {
         .with_param("model")
     }
 
+    /// The request's time is over.
+    #[must_use]
+    pub fn deadline_exceeded() -> Self {
+        Self::new(ErrorCode::DeadlineExceeded, "the request's deadline has passed")
+    }
+
+    /// A fault of our own, or of a worker.
+    #[must_use]
+    pub fn internal(reason: impl fmt::Display) -> Self {
+        Self::new(ErrorCode::Internal, reason.to_string())
+    }
+
     /// The body has a content type other than JSON: 415 on HTTP.
     #[must_use]
     pub fn unsupported_media_type() -> Self {

@@ -269,6 +269,11 @@ impl Plane {
                 .any(|pool| pool.ready_workers > 0 && self.models.contains_key(&pool.name))
     }
 
+    /// Nothing is open any more, for the drain.
+    pub fn is_idle(&self) -> bool {
+        self.open.load(Ordering::Relaxed) == 0
+    }
+
     /// The grace is over.
     pub fn stop(&self) {
         self.is_stopping.store(true, Ordering::Release);

@@ -30,7 +30,7 @@ use super::{
     batches::Standing,
     compute::Compute,
     config::{AliasConfig, PlaneConfig},
-    generation, grpc, http, log,
+    grpc, http, log,
     model::Model,
     opening::Opening,
     tls::{Entrance, Tls},
@@ -156,7 +156,7 @@ impl Server {
     }
 
     fn wait_idle(&self, until: Instant) {
-        while !generation::is_idle(&self.plane) && Instant::now() < until {
+        while !self.plane.is_idle() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(5));
         }
     }

@@ -20,12 +20,29 @@ use parking_lot::Mutex;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use super::tls::Tls;
+use crate::{
+    error::{ApiError, ErrorCode},
+    proto,
+};
 
 /// Largest message on an internal link, both ways, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
 
 /// A gathered message is closed at about this size, so that none comes near the limit.
 const GATHER_BYTES: usize = 4 * 1024 * 1024;
+
+impl From<proto::Error> for ApiError {
+    fn from(error: proto::Error) -> Self {
+        let mut ours = Self::new(ErrorCode::from_number(error.code), error.message).with_retryable(error.retryable);
+        if error.retry_after_ms > 0 {
+            ours = ours.with_retry_after(Duration::from_millis(error.retry_after_ms.into()));
+        }
+        match error.param.is_empty() {
+            true => ours,
+            false => ours.with_param(error.param),
+        }
+    }
+}
 
 /// What is to be sent next on a stream. While one message is being written, what becomes ready is gathered into the next
 /// (natural batching), so a busy link sends few large messages and an idle one sends at once.
