@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import grpc
 import pytest
 from tests.support import openengine_server, standin
 from tests.support.engines import PATIENCE_S, Bench
-from tests.support.fronted import Fronted, served
+from tests.support.fronted import Fronted, served, worker
 from tests.support.toy import ToyModel
 from tests.support.waiting import eventually
 
@@ -29,9 +30,11 @@ from headrace.openengine.v1 import openengine_pb2_grpc
 from headrace.v1 import types_pb2
 from headrace.worker.composer import Limits
 from headrace.worker.engine import Guided, Handoff, Request, Sampling, Stopping
+from headrace.worker.engines import remote
 from headrace.worker.engines.openengine import OpenEngineDialect
 from headrace.worker.engines.sim import SimBackend
 from headrace.worker.loop import BatchLoop
+from headrace.worker.openengine_service import OpenEngineService
 from headrace.worker.servicer import WorkerService
 from headrace.worker.timing import Timing
 
@@ -196,6 +199,30 @@ async def test_an_engine_that_is_dead_behind_its_server_is_not_healthy() -> None
     async with before(faults={f"decode:{BAD}": "fatal"}) as (bench, _):
         bench.submit([BAD, 30], max_tokens=9, ignore_eos=True)
         assert "NOT_READY: engine health check failed" in await bench.failed()
+
+
+async def test_one_look_without_an_answer_is_a_busy_server_and_two_in_a_row_a_dead_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = deque([True, False, True, True, False, False])
+    healthy = OpenEngineService.Health
+
+    async def health(self: OpenEngineService, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
+        if not answers.popleft():
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
+        return await healthy(self, request, context)
+
+    monkeypatch.setattr(OpenEngineService, "Health", health)
+    monkeypatch.setattr(remote, "HEALTH_EVERY_S", 0)
+    folder = standin.folder()
+    server = worker(standin.engine(CONFIG), folder, CONFIG)
+    bench = Bench(Fronted(server, OpenEngineDialect(), folder, CONFIG))
+    await bench.start()
+    try:
+        assert "is gone: DEADLINE_EXCEEDED" in await bench.failed()
+        assert not answers
+    finally:
+        await bench.engine.stop()
 
 
 async def test_kv_goes_from_one_request_to_another() -> None:

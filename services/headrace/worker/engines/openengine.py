@@ -64,10 +64,7 @@ class OpenEngineDialect:
 
     async def sick(self, timeout_s: float) -> str | None:
         """See ``Dialect.sick``. A degraded server serves."""
-        try:
-            answer = await self._control.Health(pb.HealthRequest(), timeout=timeout_s, wait_for_ready=False)
-        except grpc.aio.AioRpcError as failure:
-            return f"{failure.code().name}: {failure.details()}"
+        answer = await self._control.Health(pb.HealthRequest(), timeout=timeout_s, wait_for_ready=False)
         if answer.state in (pb.HEALTH_STATE_READY, pb.HEALTH_STATE_DEGRADED):
             return None
         told = next((check.message for check in answer.checks if check.state == answer.state and check.message), "")

@@ -29,6 +29,8 @@ from headrace.worker.validate import malformed
 log = logging.getLogger(__name__)
 
 HEALTH_EVERY_S, HEALTH_TIMEOUT_S = 0.5, 5.0
+#: A server that leaves so many looks in a row unanswered is gone. One alone is a machine that was busy.
+HEALTH_MISSES = 2
 #: That a server answers a request that it will not do, before anything of it.
 _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -83,7 +85,7 @@ class Dialect(Protocol):
         """The channel to speak on."""
 
     async def sick(self, timeout_s: float) -> str | None:
-        """Why the server does not serve, or None."""
+        """Why the server says that it does not serve, or None. Raises AioRpcError."""
 
     async def greet(self) -> Greeting:
         """Who it is; asked once, when it is healthy. Raises EngineError, AioRpcError."""
@@ -121,6 +123,8 @@ class RemoteEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._version = ""
+        #: Looks at its health, the last ones, that it has not answered.
+        self._missed = 0
         self._kv = KvState()
         self._iteration = 0
         self._stepping = False
@@ -136,7 +140,7 @@ class RemoteEngine:
         dialect.attach(self._channel)
         try:
             async with asyncio.timeout(worker.engine_start_timeout_s):
-                while (why := await dialect.sick(HEALTH_TIMEOUT_S)) is not None:
+                while (why := await self._sick()) is not None:
                     log.info("the engine at %s is not ready: %s", address, why)
                     await asyncio.sleep(HEALTH_EVERY_S)
                 found = await dialect.greet()
@@ -274,17 +278,34 @@ class RemoteEngine:
         tells = True
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
-            if (why := await self._dialect.sick(HEALTH_TIMEOUT_S)) is not None:
+            why = await self._sick()
+            if why is not None:
+                if 0 < self._missed < HEALTH_MISSES:
+                    log.warning("the engine at %s has not answered in time: %s", self._worker.engine_address, why)
+                    continue
                 self._inbox.failed(f"the engine at {self._worker.engine_address} is gone: {why}")
                 return
             if tells:
                 try:
                     found = await self._dialect.kv(HEALTH_TIMEOUT_S)
                 except grpc.aio.AioRpcError as failure:
+                    if failure.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                        continue
                     log.warning("the engine does not tell its load: %s", failure.details())
                     found = None
                 tells = found is not None
                 self._kv = found or KvState()
+
+    async def _sick(self) -> str | None:
+        """Why the server does not serve, as it says itself or by its silence; or None."""
+        try:
+            why = await self._dialect.sick(HEALTH_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failure:
+            late = failure.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            self._missed = self._missed + 1 if late else 0
+            return f"{failure.code().name}: {failure.details()}"
+        self._missed = 0
+        return why
 
 
 def _ended(failure: grpc.aio.AioRpcError, count: int) -> News:
