@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         scheduler={"router_grace_s": 1.0},
         # The same for the scheduler that is started again at another port.
         ledger={"name": "one"},
+        # Which router is out is told there.
+        log_level="info",
         worker={
             "address": "127.0.0.1:0",
             "metrics_address": "127.0.0.1:0",
@@ -267,7 +270,9 @@ async def test_books_are_exact_when_a_router_and_the_scheduler_are_killed(up: Me
             elif status == 429 and answer["error"]["code"] == "insufficient_quota":
                 return
             else:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(
+                    0.05
+                )  # not a wait for a state: clients that are refused come again, but not at once
 
     clients = [asyncio.create_task(spend(door)) for door in doors for _ in range(3)]
 
@@ -276,7 +281,11 @@ async def test_books_are_exact_when_a_router_and_the_scheduler_are_killed(up: Me
 
     await eventually(some, "some is spent")
     mesh.processes["third"].popen.send_signal(signal.SIGKILL)
-    await asyncio.sleep(0.05)
+
+    async def known() -> bool:
+        return re.search("router .* is out", mesh.processes["scheduler"].log.read_text()) is not None
+
+    await eventually(known, "the scheduler knows that a router is lost")
     address = mesh.scheduler
     mesh.processes["scheduler"].kill()
     mesh.launch("scheduler", cache=mesh.cache, address=address)

@@ -161,6 +161,7 @@ class Mesh:
         aliases: str = "",
         batches: dict[str, Any] | None = None,
         ledger: dict[str, Any] | None = None,
+        log_level: str = "warning",
     ) -> None:
         """`sources` are further models by name, as a configuration gives them; `worker` starts a real worker, with
         `environment` beside this process's.
@@ -186,7 +187,7 @@ class Mesh:
             | (scheduler or {}),
             "cache": {"address": "127.0.0.1:0", "metrics_address": "127.0.0.1:0"} | (cache or {}),
             "worker": worker or {},
-            "telemetry": {"otlp_endpoint": otlp_endpoint, "log_level": "warning"},
+            "telemetry": {"otlp_endpoint": otlp_endpoint, "log_level": log_level},
             "tls": tls or {},
             "tenants": tenants or {},
             "batches": batches or {},

@@ -35,8 +35,8 @@ use crate::{block_news, ledger, proto};
 /// A core and its streams.
 pub struct Scheduler {
     core: Core,
-    /// Streams of routers that have said hello.
-    routers: BTreeSet<Link>,
+    /// Streams of routers that have said hello, with their ids.
+    routers: BTreeMap<Link, String>,
     workers: HashMap<Link, WorkerStream>,
     /// Asks whose trace is recorded, while they are unanswered.
     traced: BTreeSet<(Link, u64)>,
@@ -184,7 +184,7 @@ impl Scheduler {
         *core.blocks_mut() = Blocks::new(limits, seed);
         Self {
             core,
-            routers: BTreeSet::new(),
+            routers: BTreeMap::new(),
             workers: HashMap::new(),
             traced: BTreeSet::new(),
             named: BTreeSet::new(),
@@ -199,10 +199,10 @@ impl Scheduler {
     pub fn router_message(&mut self, now_s: f64, link: Link, message: &[u8]) -> Result<Effects, String> {
         let message = proto::PlaceRequest::decode(message).map_err(|error| format!("not a PlaceRequest: {error}"))?;
         let mut step = Step::new(self, now_s);
-        if !step.scheduler.routers.contains(&link) {
+        if !step.scheduler.routers.contains_key(&link) {
             let hello = message.hello.filter(|hello| !hello.router_id.is_empty());
             let hello = hello.ok_or("the first message must have a hello with router_id")?;
-            step.scheduler.routers.insert(link);
+            step.scheduler.routers.insert(link, hello.router_id.clone());
             let running: Vec<_> = hello.running.into_iter().map(running_lease).collect();
             let note = format!(
                 "router {} joins, with {} running leases",
@@ -269,11 +269,14 @@ impl Scheduler {
 
     /// A router's stream has ended.
     pub fn router_lost(&mut self, now_s: f64, link: Link) -> Effects {
-        self.routers.remove(&link);
         self.traced.retain(|(of, _)| *of != link);
         self.named.retain(|(router, _)| *router != link);
         self.acks.forget(link);
-        self.one(now_s, Event::RouterLost { link })
+        let mut effects = self.one(now_s, Event::RouterLost { link });
+        if let Some(name) = self.routers.remove(&link) {
+            effects.notes.push(format!("router {name} is out"));
+        }
+        effects
     }
 
     /// A message of a worker's stream. Errors: why the stream must end, for people.
