@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import AsyncIterator
 
 import grpc
@@ -14,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from headrace.v1 import router_pb2, types_pb2, worker_pb2
 from tests.support.clients import MODES, STREAMED, GrpcAnswer, http, native
-from tests.support.http2 import CANCEL, NO_ERROR, REFUSED_STREAM, Peer
+from tests.support.http2 import CANCEL, DATA, NO_ERROR, REFUSED_STREAM, Peer
 from tests.support.mesh import Lab
 from tests.support.waiting import eventually
 
@@ -190,6 +191,15 @@ async def test_a_connection_that_grows_old_finishes_what_runs(lab: Lab, peer: Pe
     delta = worker_pb2.TokenDelta(request=submit.request, epoch=submit.epoch, first_index=1, finish=end)
     peer.say(newer, stream, worker_pb2.RunResponse(iteration=2, deltas=[delta]))
     assert (await asked).succeeded().text == "c"
+
+
+async def test_a_workers_message_over_the_limit_is_not_gathered(lab: Lab, peer: Peer) -> None:
+    answer = await lab.open("go", mode="stream")
+    connection, stream, submit = await peer.submits.get()
+    peer.tell(connection, stream, submit, 0, b"a")
+    assert await answer.piece() == "a"
+    connection.send(DATA, stream, b"\x00" + struct.pack(">I", 2**31 - 1) + b"\x0a")
+    (await answer.rest()).broken("worker_lost")
 
 
 async def test_a_clean_end_of_the_workers_stream_is_not_the_end_of_the_answer(lab: Lab) -> None:

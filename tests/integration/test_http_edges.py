@@ -11,7 +11,22 @@ import pytest
 
 from tests.integration.conftest import MODELS
 from tests.support.clients import http
-from tests.support.http2 import PREFACE, Http2Request
+from tests.support.http2 import (
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_SIZE_ERROR,
+    GOAWAY,
+    HEADERS,
+    LARGEST_FRAME,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    Connection,
+    Http2Request,
+    header_block,
+)
 from tests.support.mesh import Lab, Mesh
 
 HEADER_TIMEOUT_S = 0.5
@@ -147,6 +162,67 @@ async def test_a_sender_that_dribbles_is_let_go(lab: Lab, parts: list[bytes]) ->
     sender.cancel()
     assert sent < len(parts)
     writer.close()
+    await lab.nothing_remains()
+
+
+GENERATE = (
+    (":method", "POST"),
+    (":scheme", "http"),
+    (":path", "/headrace.v1.InferenceService/Generate"),
+    ("content-type", "application/grpc"),
+    ("te", "trailers"),
+)
+
+
+@pytest.mark.parametrize("dribbles", [False, True], ids=["half a message", "a byte at a time"])
+async def test_a_grpc_message_that_does_not_come_is_not_waited_for(lab: Lab, dribbles: bool) -> None:
+    connection = await Connection.open(lab.mesh.grpc)
+    connection.send(HEADERS, 1, header_block(*GENERATE), END_HEADERS)
+    connection.send(DATA, 1, b"\x00" + (1000).to_bytes(4, "big") + b"\x0a")
+
+    async def dribble() -> None:
+        while dribbles:
+            connection.send(DATA, 1, b"\x00")
+            await asyncio.sleep(HEADER_TIMEOUT_S / 20)  # not a wait for a state: the pace is what is tested
+
+    sender = asyncio.create_task(dribble())
+    async with asyncio.timeout(HEADER_TIMEOUT_S * 20):
+        frames = connection.frames()
+        while (frame := await anext(frames)).stream != 1 or not (frame.kind == RST_STREAM or frame.flags & END_STREAM):
+            pass
+    sender.cancel()
+    connection.close()
+    await lab.nothing_remains()
+
+
+@pytest.mark.parametrize("door", ["http", "grpc"])
+@pytest.mark.parametrize("kind", [DATA, HEADERS, SETTINGS], ids=["data", "headers", "settings"])
+async def test_a_frame_over_the_limit_ends_its_connection_alone(lab: Lab, door: str, kind: int) -> None:
+    await lab.worker()
+    connection = await Connection.open(getattr(lab.mesh, door))
+    connection.send(kind, 0 if kind == SETTINGS else 1, bytes(LARGEST_FRAME + 6), END_HEADERS if kind == HEADERS else 0)
+    async with asyncio.timeout(10):
+        seen = [frame async for frame in connection.frames()]
+    assert int.from_bytes(seen[-1].payload[4:8], "big") == FRAME_SIZE_ERROR, seen
+    assert seen[-1].kind == GOAWAY
+    connection.close()
+    (await lab.ask("go", mode="plain")).succeeded()
+
+
+@pytest.mark.parametrize("door", ["http", "grpc"])
+async def test_headers_without_an_end_are_not_gathered(lab: Lab, door: str) -> None:
+    """Each frame is within its limit."""
+    connection = await Connection.open(getattr(lab.mesh, door))
+    connection.send(HEADERS, 1, header_block(*GENERATE))
+    more = header_block(*((f"x-{number}", "y" * 120) for number in range(100)))
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < 10_000 and not connection.reader.at_eof():
+            connection.send(CONTINUATION, 1, more)
+            await connection.writer.drain()
+            sent += 1
+    assert sent < 10_000
+    connection.close()
     await lab.nothing_remains()
 
 

@@ -26,10 +26,11 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 
 @pytest.fixture
-async def own(mesh: Mesh) -> AsyncIterator[Lab]:
-    """A lab at a router of its own, which ends with the test."""
+async def own(mesh: Mesh, request: pytest.FixtureRequest) -> AsyncIterator[Lab]:
+    """A lab at a router of its own, which ends with the test. The parameter: settings of it."""
     assert mesh.tap is not None
-    process = mesh.launch("router", key="own", scheduler=mesh.tap.address, cache=mesh.cache)
+    settings = getattr(request, "param", {})
+    process = mesh.launch("router", key="own", scheduler=mesh.tap.address, cache=mesh.cache, **settings)
     mesh.ready["own"] = process.ready()
     lab = Lab(mesh, "own")
     yield lab
@@ -217,6 +218,24 @@ async def test_a_router_told_to_stop_finishes_its_streams(own: Lab, mode: str) -
     await eventually(closed, "it takes nothing new")
     entry.release(2)
     assert (await answer.rest()).succeeded().text == "ab"
+    assert await asyncio.to_thread(router.popen.wait, 10) == 0
+    assert len(lab.books.released) == 1
+
+
+@pytest.mark.parametrize("own", [{"drain_grace_s": 0.1}], indirect=True)
+@pytest.mark.parametrize("mode", STREAMED)
+async def test_what_has_not_ended_within_the_grace_is_told_why(own: Lab, mode: str) -> None:
+    lab = own
+    await lab.worker()
+    lab.play("'a'; HANG")
+    answer = await lab.open("go", mode=mode)
+    assert await answer.piece() == "a"
+    entry = await lab.entry()
+    router = lab.mesh.processes["own"]
+    router.popen.send_signal(signal.SIGTERM)
+    (await answer.rest()).broken("draining")
+    await entry.ended()
+    assert entry.cancelled
     assert await asyncio.to_thread(router.popen.wait, 10) == 0
     assert len(lab.books.released) == 1
 

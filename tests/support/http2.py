@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from headrace.v1 import worker_pb2
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0x0, 0x1, 0x3, 0x4, 0x6, 0x7, 0x8
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0x0, 0x1, 0x3, 0x4, 0x6, 0x7, 0x8, 0x9
 END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
 
 #: Error codes of RST_STREAM and GOAWAY.
-NO_ERROR, REFUSED_STREAM, CANCEL = 0x0, 0x7, 0x8
+NO_ERROR, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 0x0, 0x6, 0x7, 0x8
+#: Of a frame, unless the other side allows more.
+LARGEST_FRAME = 2**14
 LARGE_WINDOW = 2**30
 
 
@@ -62,6 +64,15 @@ class Connection:
     def send(self, kind: int, stream: int = 0, payload: bytes = b"", flags: int = 0) -> None:
         self.writer.write(Frame(kind, flags, stream, payload).encoded())
 
+    @classmethod
+    async def open(cls, address: str) -> Connection:
+        """A client's, with prior knowledge."""
+        host, port = address.rsplit(":", 1)
+        connection = cls(*await asyncio.open_connection(host, int(port)))
+        connection.writer.write(PREFACE)
+        connection.begin()
+        return connection
+
     def begin(self) -> None:
         self.send(SETTINGS, payload=struct.pack(">HI", 0x4, LARGE_WINDOW))
         self.send(WINDOW_UPDATE, payload=struct.pack(">I", LARGE_WINDOW))
@@ -103,10 +114,7 @@ class Http2Request:
         body: bytes,
         headers: Sequence[tuple[str, str]] = (("content-type", "application/json"),),
     ) -> Http2Request:
-        host, port = address.rsplit(":", 1)
-        connection = Connection(*await asyncio.open_connection(host, int(port)))
-        connection.writer.write(PREFACE)
-        connection.begin()
+        connection = await Connection.open(address)
         pseudo = ((":method", "POST"), (":scheme", "http"), (":authority", address), (":path", path))
         connection.send(HEADERS, 1, header_block(*pseudo, *headers), END_HEADERS)
         connection.send(DATA, 1, body, END_STREAM)

@@ -15,10 +15,11 @@ use tokio_stream::StreamExt as _;
 use tokio_util::sync::CancellationToken;
 use tonic::{body::Body, metadata::MetadataMap, transport::Server, Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt};
-use tower::util::MapResponseLayer;
+use tower::util::{MapRequestLayer, MapResponseLayer};
 
 use super::{
     answer::{Entry, Finish, Sink},
+    arriving::Arriving,
     generation::{Call, Generation, Step},
     log,
     metrics::Door as Entrance,
@@ -46,6 +47,9 @@ use crate::{
     tools::CallPart,
 };
 
+/// How the paths of the native door's own calls begin.
+const INFERENCE: &str = "/headrace.v1.InferenceService/";
+
 /// Serves until told to close, then lets open streams end.
 pub async fn serve(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tls>>, closing: CancellationToken) {
     let (reporter, health) = tonic_health::server::health_reporter();
@@ -61,6 +65,7 @@ pub async fn serve(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tls
         (Err(error), _) | (_, Err(error)) => return log::warn(&format!("gRPC reflection cannot start: {error}")),
     };
     let limit = plane.config.max_body_bytes;
+    let timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
     let inference = InferenceServiceServer::new(Inference(plane.clone()))
         .max_decoding_message_size(limit)
         .max_encoding_message_size(super::links::MAX_MESSAGE_BYTES);
@@ -68,13 +73,13 @@ pub async fn serve(plane: Arc<Plane>, listener: TcpListener, tls: Option<Arc<Tls
         .http2_keepalive_interval(Some(Duration::from_secs(30)))
         .http2_keepalive_timeout(Some(Duration::from_secs(10)))
         .layer(MapResponseLayer::new(move |response| name_too_large(response, limit)))
+        .layer(MapRequestLayer::new(move |request| hurry(request, timeout)))
         .add_service(health)
         .add_service(reflection)
         .add_service(reflection_alpha)
         .add_service(super::batches::grpc::service(plane.clone()))
         .add_service(inference);
     let closed = closing.clone().cancelled_owned();
-    let timeout = Duration::from_secs_f64(plane.config.header_timeout_s);
     let serving = async {
         match tls {
             Some(tls) => {
@@ -105,6 +110,18 @@ fn name_too_large(response: http::Response<Body>, limit: usize) -> http::Respons
             status(&ApiError::new(ErrorCode::TooLarge, message)).into_http()
         }
         _ => response,
+    }
+}
+
+/// What is asked of models is one message, which has to come in time; uploads and reflection are streams.
+fn hurry(request: http::Request<Body>, timeout: Duration) -> http::Request<Body> {
+    let late = |timeout: Duration| {
+        let message = format!("the message did not arrive within {} s", timeout.as_secs_f64());
+        status(&ApiError::new(ErrorCode::InvalidArgument, message))
+    };
+    match request.uri().path().starts_with(INFERENCE) {
+        true => request.map(|body| Body::new(Arriving::new(body, timeout, late))),
+        false => request,
     }
 }
 

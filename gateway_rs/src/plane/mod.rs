@@ -8,6 +8,7 @@
 //! it), a scan of the fleet, an unbounded queue.
 
 pub mod answer;
+mod arriving;
 pub mod batches;
 mod booking;
 pub mod compute;
