@@ -122,6 +122,20 @@ class AliasConfig:
         "when a smaller variant's whole answer (not a stream) is replaced by the best one's",
         choices=("never", "refusal"),
     )
+    escalate_below: float = setting(
+        0.0,
+        "where a smaller variant is less sure of its first tokens (the geometric mean of their probabilities), the "
+        "best one answers; 0 = not looked at",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    escalate_tokens: int = setting(
+        # Held back until then, so they cost a stream's first token as much time.
+        16,
+        "so many first tokens say how sure it is; they are held back as long, in streams too",
+        minimum=1,
+        maximum=256,
+    )
     shadow_share: float = setting(
         0.02, "share of a smaller variant's answers that the best one answers too, to compare", minimum=0.0, maximum=1.0
     )

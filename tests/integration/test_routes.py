@@ -51,6 +51,7 @@ ALIASES = (
         shadow_deadline_s=1.0,
         escalate='"refusal"',
     )
+    + alias("unsure", model("large"), model("small", **EASY), escalate_below=0.5, escalate_tokens=4)
     + alias("trial", model("large"), model("new", canary_of='"large"', weight=1.0))
 )
 
@@ -101,7 +102,7 @@ async def test_both_doors_know_the_name_and_its_variants(lab: Lab) -> None:
     assert (first.name, list(first.variants), first.ready_workers) == ("easy", ["large", "small"], 2)
     _, _, content = await lab.get("/v1/models")
     names = [each["id"] for each in content["data"]]
-    assert names == ["easy", "hard", "chain", "watched", "trial", "large", "small", "odd", "new"]
+    assert names == ["easy", "hard", "chain", "watched", "unsure", "trial", "large", "small", "odd", "new"]
     request = router_pb2.GenerateRequest(model="easy", text="who", quality=router_pb2.QUALITY_FULL)
     lab.play("'ok'; END")
     [usage] = [event.usage async for event in lab.client.stub.Generate(request) if event.HasField("usage")]
@@ -286,6 +287,130 @@ async def test_a_refusal_is_answered_again_by_the_best_one_where_it_is_wished(la
     assert await served(lab, "watched", "refused", tolerant) == ("gladly", "large", "refusal")
     lab.play(f"'{refusal}'; END")
     assert await served(lab, "easy", "refused") == (refusal, "small", "")
+
+
+#: Log-probabilities of as many ids of which the model is sure; the scripted worker's own are those of one that is not.
+SURE = dict.fromkeys(range(8), -0.1)
+LOW = 'headrace_router_fallbacks_total{model="unsure",reason="low_confidence"}'
+
+
+async def test_where_the_model_is_not_sure_the_best_one_answers_and_both_are_paid_for(lab: Lab) -> None:
+    await lab.worker("large")
+    await lab.worker("small")
+    before = (await lab.metrics()).get(LOW, 0)
+    for number, mode in enumerate(MODES):
+        lab.client.model = "unsure"
+        # It would go on: it is stopped as soon as it is known, and nothing of it is shown.
+        lab.play("'ab'; 'cde'; HANG")
+        lab.play("'gladly'; END")
+        answer = (await lab.ask(f"asked by {mode}", {"temperature": 0}, mode=mode)).succeeded()
+        assert (answer.text, answer.logprobs.get(0, [])) == ("gladly", [])
+        small, large = await lab.entry(2 * number), await lab.entry(2 * number + 1)
+        await small.ended()
+        assert small.cancelled
+        assert [entry.worker.model.name for entry in (small, large)] == ["small", "large"]
+        assert (small.submit.logprobs.enabled, large.submit.logprobs.enabled) == (True, False)
+        assert answer.usage == (len(large.submit.prompt_ids), 6, len(large.submit.prompt_ids) + 6)
+    assert (await lab.metrics())[LOW] - before == len(MODES)
+
+    async def settled() -> bool:
+        return len(lab.books.settlements) == 2 * len(MODES)
+
+    await eventually(settled, "all are settled")
+    paid = [(each.pool, each.usage.completion_tokens, each.best_pool) for each in lab.books.settlements]
+    # What was rejected saved nothing.
+    assert paid == [("small", 5, ""), ("large", 6, "large")] * len(MODES)
+    body = {"model": "unsure", "prompt": "who", "max_tokens": 8}
+    for stream in (False, True):
+        lab.play("'abcd'; HANG")
+        lab.play("'ok'; END")
+        _, headers, _ = await lab.post("/v1/completions", body | {"stream": stream})
+        assert (headers["x-headrace-variant"], headers["x-headrace-fallback"]) == ("large", "low_confidence")
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_where_it_is_sure_its_answer_stands_and_goes_on_at_once(lab: Lab, mode: str) -> None:
+    await lab.worker("large")
+    await lab.worker("small")
+    lab.client.model = "unsure"
+    lab.play("'ab'; 'cd'; 'ef'; END", gated=True, logprobs=SURE)
+    answer = await lab.open("go", mode=mode)
+    entry = await lab.entry()
+    entry.release(2)
+    if mode != "plain":
+        shown = await answer.piece()
+        while shown != "abcd":
+            shown = (shown or "") + (await answer.piece() or "")
+            assert "abcd".startswith(shown)
+        entry.release()
+        assert await answer.piece() == "ef"
+    entry.release(2)
+    assert (await answer.rest()).succeeded().text == "abcdef"
+    assert len(lab.journal) == 1
+    assert answer.answer.logprobs.get(0, []) == []
+
+
+async def test_a_short_answer_is_judged_at_its_end_and_again_when_it_is_given_again(lab: Lab) -> None:
+    await lab.worker("large")
+    await lab.worker("small")
+    lab.play("'no'; END")
+    lab.play("'yes'; END")
+    assert await served(lab, "unsure", "short") == ("yes", "large", "low_confidence")
+    assert await served(lab, "unsure", "short") == ("yes", "large", "cached")
+    assert len(lab.journal) == 2
+    lab.play("'so'; END", logprobs=SURE)
+    assert await served(lab, "unsure", "sure") == ("so", "small", "")
+    assert await served(lab, "unsure", "sure") == ("so", "small", "")
+    assert len(lab.journal) == 3
+
+
+async def test_log_probabilities_that_were_asked_for_are_those_of_who_answers(lab: Lab) -> None:
+    await lab.worker("large")
+    await lab.worker("small")
+    lab.client.model = "unsure"
+    for script, how, shown in [("'abcd'; HANG", {}, "yes"), ("'abcd'; END", {"logprobs": SURE}, "abcd")]:
+        lab.play(script, **how)
+        if shown == "yes":
+            lab.play("'yes'; END")
+        answer = (await lab.ask("go", {"logprobs": True, "top_logprobs": 2}, mode="stream")).succeeded()
+        assert answer.text == shown
+        assert "".join(entry["token"] for entry in answer.logprobs[0]) == shown
+        assert {len(entry["top_logprobs"]) for entry in answer.logprobs[0]} == {2}
+
+
+async def test_without_the_best_one_what_there_is_stands(lab: Lab) -> None:
+    await lab.worker("small")
+    lab.play("'abcdef'; END")
+    assert await served(lab, "unsure", "without it") == ("abcdef", "small", "")
+    assert lab.journal[-1].submit.logprobs.enabled
+    await lab.worker("large")
+    lab.play("'no'; END")
+    lab.play("ERR:INTERNAL")
+    # It fails: the smaller one's answer, which is stored by now, is given without being judged once more.
+    assert await served(lab, "unsure", "failing") == ("no", "small", "")
+    assert [entry.worker.model.name for entry in lab.journal] == ["small", "small", "large"]
+
+
+async def test_what_is_held_when_the_deadline_passes_is_shown(lab: Lab) -> None:
+    await lab.worker("large")
+    await lab.worker("small")
+    lab.client.model = "unsure"
+    lab.play("'ab'; HANG")
+    answer = await lab.ask("go", mode="stream", headers={"x-headrace-deadline-ms": "300"})
+    answer.broken("deadline_exceeded")
+    assert answer.text == "ab"
+
+
+async def test_a_worker_that_is_lost_while_its_answer_is_held_is_followed_by_another(lab: Lab) -> None:
+    await lab.worker("large")
+    await lab.worker("small")
+    await lab.worker("small")
+    lab.client.model = "unsure"
+    lab.play("'ab'; DIE", logprobs=SURE)
+    lab.play("'cd'; 'ef'; END", logprobs=SURE)
+    answer = (await lab.ask("go", mode="stream")).succeeded()
+    assert answer.text == "abcdef"
+    assert [entry.worker.model.name for entry in lab.journal] == ["small", "small"]
 
 
 async def test_changed_aliases_come_into_force_and_wrong_ones_do_not(lab: Lab, mesh: Mesh) -> None:

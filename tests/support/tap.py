@@ -26,6 +26,8 @@ class Books:
     grants: dict[int, tuple[scheduler_pb2.Grant, scheduler_pb2.PlaceRequest.Ask | None]] = field(default_factory=dict)
     queued: dict[int, scheduler_pb2.Queued] = field(default_factory=dict)
     releases: dict[int, list[scheduler_pb2.Release]] = field(default_factory=dict)
+    #: What requests came to, in the order of their ends.
+    settlements: list[scheduler_pb2.Settlement] = field(default_factory=list)
 
     def note(self, request: scheduler_pb2.PlaceRequest) -> None:
         """Takes in what a router said."""
@@ -37,6 +39,7 @@ class Books:
         self.withdrawals += request.withdrawals
         for release in request.releases:
             self.releases.setdefault(release.lease, []).append(release)
+        self.settlements += request.settlements
 
     @property
     def balanced(self) -> bool:

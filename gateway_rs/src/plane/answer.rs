@@ -6,6 +6,8 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
+use headrace_core::routing::confidence::confidence;
+
 use super::model::Model;
 use crate::{
     detok::StreamDecoder,
@@ -25,7 +27,7 @@ pub trait Sink {
     fn calls(&mut self, choice: u32, parts: &[CallPart]);
     /// The choice is over.
     fn finish(&mut self, choice: u32, finish: &Finish);
-    /// What comes is in that model's ids, and all there is: what came before, if anything, was not sent.
+    /// What comes is in that model's ids. Nothing came before.
     fn model(&mut self, model: &Arc<Model>);
 }
 
@@ -66,8 +68,14 @@ pub struct Ending {
     pub max_tokens: u32,
     /// Before so many ids nothing but `max_tokens` ends it.
     pub min_tokens: u32,
-    /// Hand out ids (and log-probabilities) with the text.
+    /// Nothing leaves before [`Answer::release`].
+    pub held: bool,
+    /// Hand out ids with the text.
     pub entries: bool,
+    /// And their log-probabilities. They may come without, for [`Answer::confidence`].
+    pub logprobs: bool,
+    /// So many first ids say how sure the model is; 0 = that is not asked.
+    pub judged_tokens: u32,
     /// Leave special tokens out of the text, but for `shown_ids`.
     pub skip_special: bool,
     /// Special tokens that have a text, because calls of tools are told by them.
@@ -86,8 +94,18 @@ pub struct Answer {
     choices: Vec<Choice>,
     /// Something was handed to the sink: it can't be done again from the start.
     shown: bool,
+    /// What came while it was held.
+    kept: Vec<Kept>,
     /// Room for the text and calls of one delta, kept from one to the next.
     out: Out,
+}
+
+/// What would have left with one delta.
+struct Kept {
+    choice: u32,
+    out: Out,
+    entries: Vec<Entry>,
+    finish: Option<Finish>,
 }
 
 /// What leaves with one delta.
@@ -137,6 +155,7 @@ impl Answer {
             choices: (0..choices).map(choice).collect(),
             ending,
             shown: false,
+            kept: Vec::new(),
             out: Out::default(),
         }
     }
@@ -186,19 +205,43 @@ impl Answer {
         }
         choice.settle(out);
         choice.release(&mut entries);
-        if !out.text.is_empty() || (self.ending.entries && !entries.is_empty()) {
-            self.shown = true;
-            sink.delta(delta.choice, &out.text, &entries);
-        }
-        if !out.calls.is_empty() {
-            self.shown = true;
-            sink.calls(delta.choice, &out.calls);
-        }
-        if let Some(finish) = &choice.finish {
-            self.shown = true;
-            sink.finish(delta.choice, finish);
+        let finish = choice.finish.as_ref();
+        match self.ending.held {
+            true => self.kept.push(Kept {
+                choice: delta.choice,
+                out: std::mem::take(out),
+                entries,
+                finish: finish.cloned(),
+            }),
+            false => self.shown |= out.leave(delta.choice, &entries, finish, &self.ending, sink),
         }
         Ok(choice.finish.is_some())
+    }
+
+    /// Nothing leaves for now.
+    pub fn is_held(&self) -> bool {
+        self.ending.held
+    }
+
+    /// What was held leaves, and what comes from now on does at once.
+    pub fn release(&mut self, sink: &mut impl Sink) {
+        self.ending.held = false;
+        for kept in std::mem::take(&mut self.kept) {
+            let finish = kept.finish.as_ref();
+            self.shown |= kept.out.leave(kept.choice, &kept.entries, finish, &self.ending, sink);
+        }
+    }
+
+    /// How sure the model is of the only choice, by its first ids; None until they are there. Nothing speaks against an
+    /// answer that came without log-probabilities.
+    pub fn confidence(&self) -> Option<f32> {
+        let [choice] = self.choices.as_slice() else { return None };
+        let judged = self.ending.judged_tokens as usize;
+        if choice.ids.len() < judged && choice.finish.is_none() {
+            return None;
+        }
+        let drawn = choice.logprobs.iter().take(judged).filter_map(|one| one.drawn.as_ref());
+        Some(confidence(drawn.map(|drawn| drawn.logprob)).unwrap_or(1.0))
     }
 
     /// Every choice is over.
@@ -300,12 +343,35 @@ pub fn outcome_of_all(each: impl Iterator<Item = Outcome>) -> Outcome {
     })
 }
 
+impl Out {
+    /// Hands it to the sink; true when there was anything.
+    fn leave(
+        &self,
+        choice: u32,
+        entries: &[Entry],
+        finish: Option<&Finish>,
+        ending: &Ending,
+        sink: &mut impl Sink,
+    ) -> bool {
+        let says = !self.text.is_empty() || (ending.entries && !entries.is_empty());
+        if says {
+            sink.delta(choice, &self.text, entries);
+        }
+        if !self.calls.is_empty() {
+            sink.calls(choice, &self.calls);
+        }
+        if let Some(finish) = finish {
+            sink.finish(choice, finish);
+        }
+        says || !self.calls.is_empty() || finish.is_some()
+    }
+}
+
 impl Choice {
     fn take(&mut self, id: u32, logprobs: Option<&TokenLogprobs>, ending: &Ending, out: &mut Out) {
         self.ids.push(id);
-        if let Some(logprobs) = logprobs {
-            self.logprobs.push(logprobs.clone());
-        }
+        let wanted = ending.logprobs || self.logprobs.len() < ending.judged_tokens as usize;
+        self.logprobs.extend(logprobs.filter(|_| wanted).cloned());
         let may_end = self.ids.len() > ending.min_tokens as usize;
         if may_end && (ending.eos_ids.contains(&id) || ending.stop_ids.contains(&id)) {
             let finish = Finish {
@@ -324,7 +390,7 @@ impl Choice {
             let end = self.decoded_bytes + fresh.len() + usize::from(self.decoder.holds_bytes());
             self.waiting.push_back(Entry {
                 id,
-                logprobs: logprobs.cloned(),
+                logprobs: logprobs.filter(|_| ending.logprobs).cloned(),
                 start,
                 end,
             });
@@ -480,7 +546,10 @@ mod tests {
             stop_set: Arc::new(StopSet::new(stops, false)),
             max_tokens,
             min_tokens: 0,
+            held: false,
             entries: true,
+            logprobs: false,
+            judged_tokens: 0,
             skip_special: true,
             shown_ids: Arc::default(),
             tools: None,
@@ -593,6 +662,93 @@ mod tests {
                 &mut seen
             )
             .is_err());
+    }
+
+    fn unsure(first_index: usize, ids: &[u32], probability: f32) -> TokenDelta {
+        let drawn = |&id| TokenLogprobs {
+            drawn: Some(crate::proto::Logprob {
+                id,
+                logprob: probability.ln(),
+            }),
+            top: Vec::new(),
+        };
+        TokenDelta {
+            logprobs: ids.iter().map(drawn).collect(),
+            ..delta(first_index, ids)
+        }
+    }
+
+    #[test]
+    fn what_is_held_leaves_when_it_is_released_and_the_rest_at_once() {
+        let rules = Ending {
+            held: true,
+            ..ending(&[], 64)
+        };
+        let (whole, _) = answer(&[&bytes("abc"), &bytes("d"), &[EOS]], ending(&[], 64));
+        let mut held = Answer::new(&toy(), 1, rules);
+        let mut seen = Seen::default();
+        held.push(&delta(0, &bytes("abc")), &mut seen).unwrap();
+        assert_eq!((&seen, held.is_shown()), (&Seen::default(), false));
+        // What was not shown can be done again.
+        held.reset(&toy());
+        held.push(&delta(0, &bytes("a")), &mut seen).unwrap();
+        held.push(&delta(1, &bytes("bc")), &mut seen).unwrap();
+        held.release(&mut seen);
+        assert_eq!((seen.text.as_str(), held.is_shown()), ("abc", true));
+        held.push(&delta(3, &bytes("d")), &mut seen).unwrap();
+        held.push(&delta(4, &[EOS]), &mut seen).unwrap();
+        assert_eq!(seen, whole);
+    }
+
+    #[test]
+    fn first_ids_say_how_sure_the_model_is() {
+        let rules = Ending {
+            judged_tokens: 3,
+            ..ending(&[], 64)
+        };
+        let sure = |answer: &Answer| answer.confidence().map(|sure| (sure * 100.0).round());
+        let mut judged = Answer::new(&toy(), 1, rules.clone());
+        let mut seen = Seen::default();
+        judged.push(&unsure(0, &bytes("ab"), 0.5), &mut seen).unwrap();
+        assert_eq!(sure(&judged), None);
+        // However many ids come at once, the first ones count.
+        judged.push(&unsure(2, &bytes("c"), 0.5), &mut seen).unwrap();
+        judged.push(&unsure(3, &bytes("defg"), 0.01), &mut seen).unwrap();
+        assert_eq!(sure(&judged), Some(50.0));
+        let mut short = Answer::new(&toy(), 1, rules.clone());
+        short.push(&unsure(0, &[97, EOS], 0.25), &mut seen).unwrap();
+        assert_eq!(sure(&short), Some(25.0));
+        let mut silent = Answer::new(&toy(), 1, rules);
+        silent.push(&delta(0, &bytes("abc")), &mut seen).unwrap();
+        assert_eq!(sure(&silent), Some(100.0));
+    }
+
+    #[test]
+    fn log_probabilities_that_nobody_asked_for_are_not_shown() {
+        /// Those that were handed out.
+        struct Shown(Vec<bool>);
+        impl Sink for Shown {
+            fn prompt(&mut self, _: u32, _: &[Entry]) {}
+            fn delta(&mut self, _: u32, _: &str, entries: &[Entry]) {
+                self.0.extend(entries.iter().map(|entry| entry.logprobs.is_some()));
+            }
+            fn calls(&mut self, _: u32, _: &[CallPart]) {}
+            fn finish(&mut self, _: u32, _: &Finish) {}
+            fn model(&mut self, _: &Arc<Model>) {}
+        }
+        for asked in [false, true] {
+            let rules = Ending {
+                logprobs: asked,
+                judged_tokens: 1,
+                ..ending(&[], 64)
+            };
+            let (mut answer, mut shown) = (Answer::new(&toy(), 1, rules), Shown(Vec::new()));
+            answer.push(&unsure(0, &bytes("ab"), 0.5), &mut shown).unwrap();
+            assert_eq!(shown.0, [asked, asked]);
+            // The response cache keeps what is needed to judge it again, or all that was asked for.
+            let stored = &answer.stored(1).choices[0];
+            assert_eq!(stored.logprobs.len(), if asked { 2 } else { 1 });
+        }
     }
 
     fn with_tools(max_tokens: u32, only_one: bool) -> Ending {

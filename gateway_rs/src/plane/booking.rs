@@ -69,6 +69,11 @@ impl Booking {
         (self.first, self.last) = (None, None);
     }
 
+    /// The best variant answers after all: what this one cost comes on top.
+    pub fn saves_nothing(&mut self) {
+        self.said.best_pool.clear();
+    }
+
     /// The answer came from the response cache, where that pool had left it.
     pub fn replayed(&mut self, pool: &str) {
         pool.clone_into(&mut self.said.pool);

@@ -105,6 +105,8 @@ pub struct AliasConfig {
     pub fallback_after_s: f64,
     pub degraded_text: String,
     pub escalate: Escalate,
+    pub escalate_below: f64,
+    pub escalate_tokens: u32,
     pub shadow_share: f64,
     pub shadows_at_once: usize,
     pub shadow_deadline_s: f64,

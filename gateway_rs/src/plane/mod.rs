@@ -219,6 +219,14 @@ impl Plane {
         })
     }
 
+    /// Whether a pool's workers tell log-probabilities.
+    pub fn tells_logprobs(&self, pool: &str) -> bool {
+        let pool = self.described(pool);
+        let description = pool.as_ref().and_then(|pool| pool.description.as_ref());
+        let able = description.and_then(|description| description.capabilities.as_ref());
+        able.is_some_and(|able| able.logprobs)
+    }
+
     /// The pool that serves a model, as the scheduler last described it.
     pub fn pool(&self, model: &str) -> Option<Arc<Pool>> {
         self.scheduler.pool(model)
@@ -257,6 +265,11 @@ impl Plane {
             max_deadline: Duration::try_from_secs_f64(self.config.max_deadline_s).unwrap_or(Duration::MAX),
             ..Limits::new(model.vocab_size, self.context_tokens(model))
         }
+    }
+
+    /// Whether a pool has workers that take requests.
+    pub fn is_served(&self, pool: &str) -> bool {
+        self.pool(pool).is_some_and(|pool| pool.ready_workers > 0)
     }
 
     /// Whether a request would be served now.

@@ -324,6 +324,12 @@ impl Alias {
         self.variants.iter().position(|variant| variant.model.name == model)
     }
 
+    /// It answers with less quality than the best one.
+    pub fn is_smaller(&self, model: &str) -> bool {
+        let number = self.number(model);
+        number.is_some_and(|number| number > 0 && self.variants[number].is_own())
+    }
+
     /// Shows what was measured.
     pub fn show(&self, metrics: &Metrics, now_s: f64) {
         let mut state = self.state.lock();

@@ -257,8 +257,6 @@ impl Sink for Collected {
 
     fn model(&mut self, model: &Arc<Model>) {
         self.model = model.clone();
-        // Another answer takes the place of one that nobody has seen.
-        self.choices.fill(Whole::default());
     }
 }
 

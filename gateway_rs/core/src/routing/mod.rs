@@ -2,11 +2,12 @@
 //!
 //! A name that clients ask for (an alias) is served by variants, best first: sizes and quantisations that differ in quality
 //! and price. [`choice`] puts them in order for one request; [`features`] and [`difficulty`] say how likely a smaller one
-//! answers as the best would; [`quality`] measures that and moves the threshold; [`rollout`] gives a new version its share
+//! answers as the best would; [`confidence`] and [`refusal`] say whether one has, of its answer itself; [`quality`] measures that and moves the threshold; [`rollout`] gives a new version its share
 //! and takes it back. The router's data plane is the one that calls; it knows pools, caches and answers.
 
 pub mod agreement;
 pub mod choice;
+pub mod confidence;
 pub mod difficulty;
 pub mod features;
 pub mod quality;

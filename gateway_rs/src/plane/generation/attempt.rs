@@ -264,6 +264,13 @@ impl Attempt {
             false => grant.pool,
         };
         self.submit.model.clone_from(&pool);
+        if self.is_on_trial(&pool) {
+            let unseen = proto::LogprobOptions {
+                enabled: true,
+                ..proto::LogprobOptions::default()
+            };
+            self.submit.logprobs.get_or_insert(unseen);
+        }
         self.submit.lease = grant.lease;
         let (queue_s, allowance) = (grant.queue_s, grant.token_allowance);
         if let (Some(stopping), true) = (&mut self.submit.stopping, allowance > 0) {
@@ -319,6 +326,12 @@ impl Attempt {
             .submit(submit, Some(lease));
         self.plane.metrics.handoffs.inc();
         Prefill::new(run, span, self.plane.metrics.handoffs_lost.clone())
+    }
+
+    /// How sure that pool's model is of its answer has to be known, and can be.
+    fn is_on_trial(&self, pool: &str) -> bool {
+        let trial = self.shared.trial.as_ref();
+        trial.is_some_and(|trial| trial.judged_tokens > 0 && trial.concern(pool)) && self.plane.tells_logprobs(pool)
     }
 
     async fn look_up(&self) -> Found {

@@ -8,12 +8,13 @@
 //!
 //! Where a name has several variants, the request has a route (`routes.rs`), and is prepared for one hop of it at a time
 //! (`prepared.rs`). Until something was shown it may fall to the next one on it (`fell.rs`); afterwards it stays with the
-//! variant that began.
+//! variant that began. So what a smaller variant answers may be held back, on trial (`trial.rs`).
 
 mod attempt;
 mod fell;
 mod part;
 mod prepared;
+mod trial;
 
 use std::{
     future::Future,
@@ -27,16 +28,16 @@ use opentelemetry::trace::SpanKind;
 use tokio::time::Sleep;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
-use headrace_core::routing::{refusal::is_refusal, rollout::Ended};
+use headrace_core::routing::rollout::Ended;
 
 use self::{
     fell::{reason, Fell, CACHED, DEGRADED},
     part::Part,
     prepared::{turn, Base, PromptIds, Shared},
+    trial::Verdict,
 };
 use super::{
     answer::{outcome_of_all, Sink},
-    config::Escalate,
     model::Model,
     open::{Books, OpenRequest},
     routes::{self, Route},
@@ -48,7 +49,7 @@ use crate::{
     blocks,
     error::{ApiError, ErrorCode},
     ledger::outcome_name,
-    request::{Door, Request},
+    request::Request,
 };
 
 /// A client that leaves so shortly before its deadline has met it.
@@ -134,7 +135,7 @@ impl Generation {
                 fell.reason = reason(ErrorCode::Unavailable);
             }
             let (shared, prompts) = loop {
-                match turn(plane.clone(), base.clone(), fell.hop, fell.has_more(&base.route)).await {
+                match turn(plane.clone(), base.clone(), fell.turn(&base.route)).await {
                     Ok(turned) => break turned,
                     // Another variant may hold more.
                     Err(error) if error.code == ErrorCode::ContextLengthExceeded => {
@@ -195,6 +196,9 @@ impl Generation {
         if step.is_pending() {
             step = self.poll_timer(context);
         }
+        if matches!(step, Poll::Ready(Step::Failed(_))) {
+            self.parts.iter_mut().for_each(|part| part.release(sink));
+        }
         self.keep_books();
         if let Poll::Ready(step) = &step {
             match step {
@@ -238,39 +242,28 @@ impl Generation {
             match self.poll_each(context, sink) {
                 Err(error) if self.fall(&error) => {}
                 Err(error) => return Poll::Ready(Step::Failed(error)),
-                Ok(Poll::Ready(Step::Done)) if self.escalate() => {}
+                Ok(Poll::Pending) => return Poll::Pending,
+                Ok(_) if self.judge(sink) => {}
                 Ok(step) => return step,
             }
         }
     }
 
-    /// A smaller variant has answered only that it cannot help, and nothing of it was sent: the best one is asked instead.
-    fn escalate(&mut self) -> bool {
-        let route = &self.shared.route;
-        let Some(alias) = route.alias.as_ref().filter(|_| !self.shared.request.stream) else {
+    /// What is held of a smaller variant's answer leaves, or is given up for the best one's. True: it goes on, and nothing left.
+    fn judge(&mut self, sink: &mut impl Sink) -> bool {
+        let (Some(trial), [part]) = (&self.shared.trial, self.parts.as_mut_slice()) else {
             return false;
         };
-        let wanted = alias.config.escalate == Escalate::Refusal && self.shared.request.door != Door::Native;
-        let [part] = self.parts.as_slice() else { return false };
-        let best = &alias.variants[0].model;
-        let hop = route.hops.iter().position(|model| model.name == best.name);
-        let (Some(hop), true) = (
-            hop,
-            wanted && part.smaller_variant(alias).is_some() && !self.fell.escalated,
-        ) else {
-            return false;
-        };
-        let is_ready = self.plane.pool(&best.name).is_some_and(|pool| pool.ready_workers > 0);
-        if !is_ready || !part.text().is_some_and(|text| is_refusal(&text)) {
-            return false;
+        match part.verdict() {
+            Verdict::Open => return true,
+            Verdict::Falls(why) if self.plane.is_served(trial.best()) && !self.fell.has_tried(trial.hop) => {
+                self.fell.escalate(trial.hop, why, &part.reject());
+                self.turn();
+                return true;
+            }
+            Verdict::Stands | Verdict::Falls(_) => part.release(sink),
         }
-        self.fell.escalated = true;
-        self.fell.reason = "refusal";
-        self.fell.take(&part.left());
-        self.fell.hop = hop;
-        let base = self.shared.base.clone();
-        self.turning = Some(Box::pin(turn(self.plane.clone(), base, hop, false)));
-        true
+        false
     }
 
     /// A share of what smaller variants answered is compared with the best one's answer.
@@ -348,11 +341,17 @@ impl Generation {
         if let Some(hop) = self.fell.next(route) {
             self.fell.hop = hop;
             self.fell.reason = reason(error.code);
-            let (base, more) = (self.shared.base.clone(), self.fell.has_more(route));
-            self.turning = Some(Box::pin(turn(self.plane.clone(), base, hop, more)));
+            self.turn();
             return true;
         }
         self.resort(error)
+    }
+
+    /// Makes the request ready for the hop that it is at.
+    fn turn(&mut self) {
+        let base = self.shared.base.clone();
+        let next = self.fell.turn(&base.route);
+        self.turning = Some(Box::pin(turn(self.plane.clone(), base, next)));
     }
 
     /// No variant serves it: an answer that was given before, or a text for such times, where the configuration has them.

@@ -15,8 +15,9 @@ use headrace_core::routing::rollout::Ended;
 
 use super::{
     attempt::{over_budget, Attempt, Opened, Origin, Past, Wanted},
-    fell::Fell,
+    fell::{Fell, Left},
     prepared::{PromptIds, Shared},
+    trial::Verdict,
 };
 use crate::{
     error::{ApiError, ErrorCode},
@@ -70,18 +71,6 @@ pub struct Part {
     booking: Option<Booking>,
 }
 
-/// What a part leaves behind.
-pub struct Left {
-    /// Whose worker had it; empty: nobody's.
-    pub pool: String,
-    /// Instances that failed it.
-    pub avoid: Vec<String>,
-    /// Attempts that were made.
-    pub epoch: u32,
-    /// Ids that came.
-    pub wasted_tokens: u32,
-}
-
 enum State {
     Opening(Pin<Box<dyn Future<Output = Result<Opened, ApiError>> + Send>>),
     Running(Legs),
@@ -117,7 +106,10 @@ impl Part {
             stop_set: Arc::new(StopSet::new(&request.stopping.stop, request.stopping.include_stop)),
             max_tokens,
             min_tokens: request.stopping.min_tokens,
+            held: shared.trial.is_some(),
             entries: request.logprobs.is_some() || request.door == Door::Native,
+            logprobs: request.logprobs.is_some(),
+            judged_tokens: shared.trial.as_ref().map_or(0, |trial| trial.judged_tokens),
             skip_special: true,
             shown_ids: shared.model.tool_mark_ids.clone(),
             tools: request.tool_rules(shared.model.tool_format, rand::random),
@@ -256,10 +248,28 @@ impl Part {
         }
     }
 
+    /// Whether what there is of an answer on trial stands; one that is on none does.
+    pub fn verdict(&self) -> Verdict {
+        let trial = self.wanted.shared.trial.as_ref().filter(|_| self.answer.is_held());
+        trial.map_or(Verdict::Stands, |trial| {
+            let confidence = || self.answer.confidence();
+            trial.judge(self.variant(), self.is_over(), confidence, || self.text())
+        })
+    }
+
+    /// What was held leaves, and what comes from now on does at once.
+    pub fn release(&mut self, sink: &mut impl Sink) {
+        self.answer.release(&mut Offset {
+            sink,
+            first_choice: self.first_choice,
+        });
+        self.settle_whole();
+    }
+
     /// The number of the variant that answers, when it is one of less quality than the best.
     pub fn smaller_variant(&self, alias: &Alias) -> Option<usize> {
         let number = alias.number(self.variant())?;
-        (number > 0 && alias.variants[number].is_own()).then_some(number)
+        alias.is_smaller(self.variant()).then_some(number)
     }
 
     /// The answer came from the response cache.
@@ -312,24 +322,37 @@ impl Part {
         self.lead = None;
     }
 
-    /// Another variant is to answer: stops, forgets all that came, and tells what is to be known of it.
-    pub fn give_way(&mut self, error: &ApiError) -> Left {
-        self.stop(error);
-        let left = self.left();
-        self.wasted_tokens = 0;
-        self.avoid.clear();
-        self.answer.reset(&self.wanted.shared.model.tokenizer);
-        left
+    /// Another variant is to answer, however good this one is: stops, and what came is paid for.
+    pub fn reject(&mut self) -> Left {
+        let outcome = match self.answer.is_done() {
+            true => self.answer.outcome(),
+            false => Outcome::Cancelled,
+        };
+        self.stop_run(outcome);
+        if let Some(booking) = &mut self.booking {
+            booking.saves_nothing();
+        }
+        self.settle(outcome);
+        self.lead = None;
+        self.leave()
     }
 
-    /// What is to be known of it by those who go on without it.
-    pub fn left(&self) -> Left {
-        Left {
+    /// Another variant is to answer what this one could not: stops.
+    pub fn give_way(&mut self, error: &ApiError) -> Left {
+        self.stop(error);
+        self.leave()
+    }
+
+    /// Forgets all that came, and tells what is to be known of it.
+    fn leave(&mut self) -> Left {
+        let left = Left {
             pool: self.pool.clone(),
-            avoid: self.avoid.clone(),
+            avoid: std::mem::take(&mut self.avoid),
             epoch: self.epoch,
-            wasted_tokens: self.wasted_tokens + self.answer.completion_tokens(),
-        }
+            wasted_tokens: std::mem::take(&mut self.wasted_tokens) + self.answer.completion_tokens(),
+        };
+        self.answer.reset(&self.wanted.shared.model.tokenizer);
+        left
     }
 
     /// Looks for an answer that a variant gave before; without one, the error stands.
@@ -538,7 +561,7 @@ impl Part {
         }
         match self.answer.is_done() {
             true => {
-                self.settle(self.answer.outcome());
+                self.settle_whole();
                 Ok(())
             }
             false => Err(ApiError::internal("the cached answer has no end")),
@@ -548,11 +571,18 @@ impl Part {
     /// Every choice has ended: the worker is told if it doesn't know, and the answer may be given again.
     fn finish(&mut self) {
         self.stop_run(Outcome::Stop);
-        self.settle(self.answer.outcome());
+        self.settle_whole();
         // An answer of another variant is not what was asked for under that name.
         let own = self.pool == self.wanted.shared.model.name;
         if let Some(lead) = self.lead.take().filter(|_| own) {
             lead.fill(self.answer.stored(self.wanted.prompt_ids.len() as u32));
+        }
+    }
+
+    /// The answer is there, and stands as far as is known.
+    fn settle_whole(&mut self) {
+        if self.answer.is_done() && !self.answer.is_held() {
+            self.settle(self.answer.outcome());
         }
     }
 

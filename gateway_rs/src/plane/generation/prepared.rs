@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use super::{fell::Turn, trial::Rules};
 use crate::{
     blocks,
     error::ApiError,
@@ -40,6 +41,8 @@ pub struct Shared {
     /// The weights and how they are run.
     pub model_version: String,
     pub block_tokens: u32,
+    /// What a smaller variant's answer is held against before it leaves; None: nothing.
+    pub trial: Option<Rules>,
 }
 
 impl std::ops::Deref for Shared {
@@ -90,25 +93,25 @@ impl Shared {
         }
     }
 
-    /// `more`: something else could serve it.
-    fn new(plane: &Plane, base: &Arc<Base>, hop: usize, more: bool) -> Self {
+    fn new(plane: &Plane, base: &Arc<Base>, turn: Turn) -> Self {
         let route = &base.route;
-        let model = route.hops[hop].clone();
+        let Turn { hops, has_more, .. } = &turn;
+        let model = route.hops[hops[0]].clone();
         let pool = plane.described(&model.name);
         let description = pool.as_ref().and_then(|pool| pool.description.as_ref());
         let more_eos_ids = description.map_or(&[][..], |description| &description.eos_ids);
         let mut eos_ids = model.eos_ids.clone();
         eos_ids.extend(more_eos_ids.iter().filter(|id| !model.eos_ids.contains(id)));
         let patience = route.alias.as_ref().map_or(0.0, |alias| alias.config.fallback_after_s);
-        let name = |hop: usize| route.hops[hop].name.clone();
         Self {
-            pools: route.together(hop).into_iter().map(name).collect(),
-            patience: (more && patience > 0.0).then(|| Duration::from_secs_f64(patience)),
+            pools: hops.iter().map(|hop| route.hops[*hop].name.clone()).collect(),
+            patience: (*has_more && patience > 0.0).then(|| Duration::from_secs_f64(patience)),
             context_tokens: plane.context_tokens(&model),
             eos_ids,
             model_version: plane.version(&model.name),
             block_tokens: description.map_or(0, |description| description.block_tokens),
             model,
+            trial: Rules::of(&base.request, route, &turn),
             base: base.clone(),
         }
     }
@@ -122,13 +125,8 @@ pub struct PromptIds {
 }
 
 /// Makes the request ready for a hop of its route.
-pub async fn turn(
-    plane: Arc<Plane>,
-    base: Arc<Base>,
-    hop: usize,
-    more: bool,
-) -> Result<(Arc<Shared>, Vec<PromptIds>), ApiError> {
-    let shared = Arc::new(Shared::new(&plane, &base, hop, more));
+pub async fn turn(plane: Arc<Plane>, base: Arc<Base>, turn: Turn) -> Result<(Arc<Shared>, Vec<PromptIds>), ApiError> {
+    let shared = Arc::new(Shared::new(&plane, &base, turn));
     let prompts = encode(&plane, &shared).await?;
     Ok((shared, prompts))
 }
