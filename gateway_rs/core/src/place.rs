@@ -19,6 +19,10 @@ pub struct Candidate {
     pub pending_prefill_tokens: u64,
     /// Predicted work of this request's prompt there.
     pub prefill_ms: f64,
+    /// Of that, what another candidate has done: here it would be computed once more.
+    pub copy_ms: f64,
+    /// For how long it has had nothing at all to do.
+    pub idle_ms: f64,
     /// This request's prompt tokens that it holds in KV.
     pub hit_tokens: u32,
     /// Requests that decode.
@@ -89,13 +93,19 @@ pub fn charged_tokens(prompt_tokens: u32) -> u32 {
     BLOCK_TOKENS.min(prompt_tokens.div_ceil(4))
 }
 
+/// What the work of a second copy counts in [`Policy::MarginalDelay`], beside the delay of those who are there: it takes
+/// time from whoever comes next, and KV from what would be asked for again. Without it a worker with little to do for a
+/// moment took what others hold, and beginnings were soon computed on every worker. What a worker had the time for while
+/// it was idle costs nobody anything, so a beginning that many ask for still spreads to those who have nothing to do.
+pub const COPY_PRICE: f64 = 16.0;
+
 /// How to choose.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Policy {
-    /// The request's own wait plus the delay that its prompt puts on those who are there:
-    /// P + (N + c) (1 + R) (1 + W), in predicted ms. P pending prefill, N this request's, R decoding, W waiting, c a
-    /// block or a quarter of the prompt ([`charged_tokens`]), so that a hit of no more than that never beats an idle
-    /// worker.
+    /// The request's own wait, the delay that its prompt puts on those who are there, and what a copy costs those to come:
+    /// P + (N + c) (1 + R) (1 + W) + 16 max(0, M - I), in predicted ms. P pending prefill, N this request's, R decoding, W
+    /// waiting, c a block or a quarter of the prompt ([`charged_tokens`]), which keeps fully cached prompts from piling up,
+    /// M the part of N that is done elsewhere, I for how long the worker has been idle ([`COPY_PRICE`]).
     #[default]
     MarginalDelay,
     /// LMetric (arXiv 2603.15202): tokens to prefill there, its own and those that wait, times requests there.
@@ -239,7 +249,8 @@ impl Placer {
         let missing = f64::from(request.prompt_tokens.saturating_sub(each.hit_tokens));
         match self.policy {
             Policy::MarginalDelay => {
-                each.pending_prefill_ms + (each.prefill_ms + request.block_ms) * (1.0 + running) * (1.0 + waiting)
+                let delay_ms = (each.prefill_ms + request.block_ms) * (1.0 + running) * (1.0 + waiting);
+                each.pending_prefill_ms + delay_ms + COPY_PRICE * (each.copy_ms - each.idle_ms).max(0.0)
             }
             // One more, so that a full hit doesn't make all loads equal.
             Policy::LMetric => (each.pending_prefill_tokens as f64 + missing + 1.0) * (running + waiting + 1.0),
@@ -370,6 +381,8 @@ mod tests {
                 pending_prefill_tokens: u64::from(pending) * 700,
                 hit_tokens: hit_blocks * BLOCK_TOKENS,
                 prefill_ms: f64::from(4 - hit_blocks) * 36.0,
+                copy_ms: f64::from(3 - hit_blocks) * 36.0,
+                idle_ms: 0.0,
                 decoding,
                 waiting,
                 active_tokens: active * 1000,
@@ -437,6 +450,29 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_is_made_by_who_had_the_time_for_it() {
+        let mut placer = Placer::new(Policy::MarginalDelay);
+        let mut rng = StdRng::seed_from_u64(1);
+        let holder = Candidate {
+            decoding: 12,
+            ..idle(4096, 3584)
+        };
+        let copy_ms = idle(4096, 0).prefill_ms - holder.prefill_ms;
+        let mut choose = |idle_ms| {
+            let other = Candidate {
+                copy_ms,
+                idle_ms,
+                ..idle(4096, 0)
+            };
+            placer.choose(&request(4096), &[holder, other], &mut rng)
+        };
+        assert_eq!(
+            (choose(0.0), choose(copy_ms / 2.0), choose(copy_ms)),
+            (Some(0), Some(0), Some(1))
+        );
+    }
+
+    #[test]
     fn no_candidate_no_choice() {
         let mut rng = StdRng::seed_from_u64(1);
         for policy in Policy::ALL {
@@ -457,7 +493,8 @@ mod tests {
     }
 
     proptest! {
-        /// A hit of a block, or of a quarter of a short prompt, never beats an idle worker, whatever else the holder does.
+        /// A hit of a block, or of a quarter of a short prompt, never beats a worker that has long been idle, whatever else
+        /// the holder does.
         #[test]
         fn a_small_hit_never_beats_an_idle_worker(
             prompt in 2_u32..20_000, pending_ms in 0.0_f64..1e4, decoding in 0_u32..256, waiting in 0_u32..256,
@@ -468,7 +505,9 @@ mod tests {
             let pending_prefill_ms = if waiting > 0 { pending_ms + 1.0 } else { pending_ms };
             let busy = Candidate { pending_prefill_ms, decoding, waiting, ..idle(prompt, charged_tokens(prompt)) };
             let mut rng = StdRng::seed_from_u64(seed);
-            prop_assert_eq!(placer.choose(&request(prompt), &[busy, idle(prompt, 0)], &mut rng), Some(1));
+            let copy_ms = idle(prompt, 0).prefill_ms - busy.prefill_ms;
+            let rested = Candidate { copy_ms, idle_ms: copy_ms, ..idle(prompt, 0) };
+            prop_assert_eq!(placer.choose(&request(prompt), &[busy, rested], &mut rng), Some(1));
         }
 
         /// The same seed gives the same choices.

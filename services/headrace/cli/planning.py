@@ -27,7 +27,7 @@ def sim(
         typer.Option(
             metavar="NAME=NUMBER,...",
             help="A made-up workload: requests, rate_per_s, prompt_tokens, output_tokens, sigma, roots, shared_tokens, "
-            "block_tokens, tenants, batch_share.",
+            "block_tokens, tenants, batch_share, clients (with --closed-loop).",
             show_default="10,000 requests",
         ),
     ] = "",

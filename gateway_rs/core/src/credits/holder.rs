@@ -228,12 +228,21 @@ impl Holder {
             drawn.chain(hits.keys().filter_map(|link| of_pool(link)?.at)).collect()
         };
         let mut block_ms = 0.0_f64;
+        let may = |worker: &Link| !wanted.avoid.contains(worker);
+        let most_tokens = (drawn.iter().map(|&at| &pool.lent[at]))
+            .filter_map(|worker| hits.get(worker).filter(|_| may(worker)))
+            .max()
+            .map_or(0, |&tokens| tokens);
+        let after_most_ms = |outlook: &Outlook| {
+            let left_tokens = wanted.prompt_tokens - most_tokens;
+            outlook.cost.prefill_ms(left_tokens, most_tokens)
+        };
         let (workers, candidates): (Vec<Link>, Vec<Candidate>) = drawn
             .into_iter()
             .filter_map(|at| {
                 let worker = pool.lent[at];
                 let held = self.workers.get(&worker)?;
-                if wanted.avoid.contains(&worker) {
+                if !may(&worker) {
                     return None;
                 }
                 let outlook = &held.outlook;
@@ -243,6 +252,9 @@ impl Holder {
                 let candidate = Candidate {
                     pending_prefill_ms: held.pending_ms(now_s),
                     prefill_ms: outlook.cost.prefill_ms(new_tokens, hit_tokens),
+                    // What others will have to wait for because of a second copy. How long a worker has been idle is not known
+                    // here: a copy that costs nothing is the scheduler's to make.
+                    copy_ms: (outlook.cost.prefill_ms(new_tokens, hit_tokens) - after_most_ms(outlook)).max(0.0),
                     hit_tokens,
                     decoding: outlook.decoding,
                     waiting: outlook.waiting,

@@ -188,13 +188,14 @@ impl Core {
                 continue;
             };
             let waiting = self.queue.get(place)?;
-            let (there, score) = self
-                .fleet
-                .consider(self.now_s, link, &waiting.ask, false, &self.placer)?;
+            let planned_tokens = waiting.plan.map_or(0, |plan| plan.hit_tokens);
+            let (there, score) =
+                self.fleet
+                    .consider_beside(self.now_s, link, &waiting.ask, false, planned_tokens, &self.placer)?;
             let sooner = match waiting.plan {
                 Some(plan) if self.is_for_prompts(plan.worker) => self
                     .fleet
-                    .planned_score(self.now_s, &plan, &waiting.ask, &self.placer)
+                    .planned_score(self.now_s, &plan, &waiting.ask, there.hit_tokens, &self.placer)
                     .is_some_and(|planned| score < planned),
                 _ => self.is_better_apart(place, &here, &there),
             };

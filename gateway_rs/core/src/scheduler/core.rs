@@ -449,8 +449,18 @@ impl Core {
             suits && worker.open() && worker.can_ever_run(ask) && worker.has_slots(ask.choices)
         };
         let fitting = pool.ready.iter().copied().filter(fits);
-        let score = |link| self.fleet.consider(now_s, link, ask, false, &self.placer).unwrap().1;
-        let scores: BTreeMap<_, _> = fitting.map(|link| (link, score(link))).collect();
+        let beside = |link, most_tokens| {
+            let found = self
+                .fleet
+                .consider_beside(now_s, link, ask, false, most_tokens, &self.placer);
+            found.unwrap()
+        };
+        let most_tokens = fitting
+            .clone()
+            .map(|link| beside(link, 0).0.hit_tokens)
+            .max()
+            .unwrap_or(0);
+        let scores: BTreeMap<_, _> = fitting.map(|link| (link, beside(link, most_tokens).1)).collect();
         (!scores.is_empty()).then_some(scores)
     }
 

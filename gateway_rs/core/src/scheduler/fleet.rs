@@ -281,6 +281,7 @@ impl Fleet {
             worker.planned_ms -= plan.prefill_ms;
             worker.planned_tokens -= tokens;
             worker.drop_prefill(now_s, plan.prefill_ms);
+            worker.note_idle(now_s);
         }
         self.reorder(plan.worker);
     }
@@ -298,6 +299,7 @@ impl Fleet {
         };
         worker.held.discard(lease);
         worker.unreported.discard(lease);
+        worker.note_idle(now_s);
         lease.phase = Phase::Aside;
         lease.preempted += 1;
         // Until the next report knows.
@@ -392,6 +394,8 @@ impl Fleet {
             }
             if lease.phase == Phase::Aside {
                 worker.aside.retain(|&(_, aside)| aside != id);
+            } else {
+                worker.note_idle(now_s);
             }
         }
         self.reorder(link);

@@ -268,8 +268,12 @@ impl Core {
 
     /// That worker as a choice, if it is better than waiting for the one that was planned.
     fn better_than(&self, link: Link, plan: &Plan, ask: &Ask) -> Option<Choice> {
-        let (here, here_score) = self.fleet.consider(self.now_s, link, ask, false, &self.placer)?;
-        let there_score = self.fleet.planned_score(self.now_s, plan, ask, &self.placer)?;
+        let (here, here_score) =
+            self.fleet
+                .consider_beside(self.now_s, link, ask, false, plan.hit_tokens, &self.placer)?;
+        let there_score = self
+            .fleet
+            .planned_score(self.now_s, plan, ask, here.hit_tokens, &self.placer)?;
         (here_score < there_score).then_some(here)
     }
 

@@ -2,8 +2,8 @@
 //!
 //! Each pool keeps its workers that can take something in an order, least delayed first (`pool.rs`), so that the best by the
 //! marginal delay is found without a scan of the fleet: a worker that holds nothing of the prompt differs from its like only
-//! in the work that waits there, P, and the factor (1 + R)(1 + W), which are the order's key; the holders of a prefix are
-//! scored one by one.
+//! in the work that waits there, P, and the factor (1 + R)(1 + W), which are the order's key, or, without any work, in how
+//! long it has been idle; the holders of a prefix are scored one by one.
 
 use std::{cell::Cell, ops::Bound};
 
@@ -114,18 +114,39 @@ impl Fleet {
         planned: bool,
         placer: &Placer,
     ) -> Option<(Choice, f64)> {
+        self.consider_beside(now_s, link, ask, planned, 0, placer)
+    }
+
+    /// The same, beside another that holds so much of the prompt.
+    pub(super) fn consider_beside(
+        &self,
+        now_s: f64,
+        link: Link,
+        ask: &Ask,
+        planned: bool,
+        most_tokens: u32,
+        placer: &Placer,
+    ) -> Option<(Choice, f64)> {
         let worker = self.workers.get(&link)?;
         let hit_tokens = worker.hit_tokens(ask, self.leading(worker, ask, planned));
-        let candidate = worker.candidate(now_s, &self.kinds, ask, hit_tokens);
+        let candidate = worker.candidate(now_s, &self.kinds, ask, hit_tokens, most_tokens);
         let request = self.kinds.request(worker.kind, worker.pace, ask);
         let score = placer.score(&request, &candidate);
         Some((choice(link, &candidate, score), score))
     }
 
-    /// The score of a worker for an ask that waits for it, without counting that.
-    pub(super) fn planned_score(&self, now_s: f64, plan: &Plan, ask: &Ask, placer: &Placer) -> Option<f64> {
+    /// The score of a worker for an ask that waits for it, without counting that, beside another that holds so much of the
+    /// prompt.
+    pub(super) fn planned_score(
+        &self,
+        now_s: f64,
+        plan: &Plan,
+        ask: &Ask,
+        most_tokens: u32,
+        placer: &Placer,
+    ) -> Option<f64> {
         let worker = self.workers.get(&plan.worker)?;
-        let mut candidate = worker.candidate(now_s, &self.kinds, ask, plan.hit_tokens);
+        let mut candidate = worker.candidate(now_s, &self.kinds, ask, plan.hit_tokens, most_tokens);
         candidate.waiting = candidate.waiting.saturating_sub(1);
         candidate.pending_prefill_ms = (candidate.pending_prefill_ms - plan.prefill_ms).max(0.0);
         Some(placer.score(&self.kinds.request(worker.kind, worker.pace, ask), &candidate))
@@ -195,10 +216,22 @@ impl<'a> Search<'a> {
             overlaps.select_nth_unstable_by_key(first, |each| std::cmp::Reverse(each.blocks));
         }
         let left_blocks = overlaps[first..].iter().map(|each| each.blocks).max().unwrap_or(0);
+        let holders: Vec<(&Worker, u32)> = overlaps[..first]
+            .iter()
+            .filter_map(|overlap| {
+                let link = self.fleet.numbers.get(&overlap.worker).copied();
+                let worker = self.fitting(link.filter(|link| self.pool.workers.contains(link))?)?;
+                Some((worker, overlap.blocks))
+            })
+            .collect();
+        let most = holders
+            .iter()
+            .map(|&(worker, blocks)| worker.hit_tokens(self.ask, blocks));
+        let most_tokens = most.max().unwrap_or(0);
         let mut best: Option<(f64, Choice)> = None;
         let mut consider = |worker: &Worker, blocks: u32| {
             let hit_tokens = worker.hit_tokens(self.ask, blocks);
-            let candidate = worker.candidate(self.now_s, kinds, self.ask, hit_tokens);
+            let candidate = worker.candidate(self.now_s, kinds, self.ask, hit_tokens, most_tokens);
             let score = placer.score(&kinds.request(worker.kind, worker.pace, self.ask), &candidate);
             if best.as_ref().is_none_or(|(least, _)| score < *least) {
                 best = Some((score, choice(worker.link, &candidate, score)));
@@ -206,12 +239,8 @@ impl<'a> Search<'a> {
             best.as_ref().map_or(f64::INFINITY, |(least, _)| *least)
         };
         let mut least = f64::INFINITY;
-        for overlap in &overlaps[..first] {
-            let link = self.fleet.numbers.get(&overlap.worker).copied();
-            let in_pool = link.filter(|link| self.pool.workers.contains(link));
-            if let Some(worker) = in_pool.and_then(|link| self.fitting(link)) {
-                least = consider(worker, overlap.blocks);
-            }
+        for (worker, blocks) in holders {
+            least = consider(worker, blocks);
         }
         // Nobody else holds more than that much, so nobody else's delay is less than it would be with it.
         let mut looked_at = 0;
@@ -221,11 +250,20 @@ impl<'a> Search<'a> {
             }
             let request = kinds.request(kind, pace, self.ask);
             let most_hit = (left_blocks * kinds.block_tokens(kind)).min(self.ask.prompt_tokens.saturating_sub(1));
-            let least_work_ms = kinds.prefill_ms(kind, pace, self.ask.prompt_tokens - most_hit, most_hit);
-            let bound = |factor: u64, pending_prefill_ms: f64| {
+            let work_ms = |hit: u32| kinds.prefill_ms(kind, pace, self.ask.prompt_tokens - hit, hit);
+            let least_work_ms = work_ms(most_hit);
+            let least_copy_ms = if most_tokens > most_hit {
+                (least_work_ms - work_ms(most_tokens)).max(0.0)
+            } else {
+                0.0
+            };
+            let bound = |factor: u64, pending_prefill_ms: f64, idle_ms: f64| {
                 let like = Candidate {
                     pending_prefill_ms,
                     prefill_ms: least_work_ms,
+                    copy_ms: least_copy_ms,
+                    // Only who has nothing to do is in the first of the orders.
+                    idle_ms: if factor == 1 { idle_ms } else { 0.0 },
                     decoding: (factor - 1).min(u64::from(u32::MAX)) as u32,
                     ..Candidate::default()
                 };
@@ -234,12 +272,15 @@ impl<'a> Search<'a> {
             let mut from = Bound::Unbounded;
             // One factor after the other, from the least; within it from the least work that waits.
             'factors: while let Some((&(factor, _), _)) = order.buckets.range((from, Bound::Unbounded)).next() {
-                if bound(factor, 0.0) >= least {
+                if bound(factor, 0.0, f64::INFINITY) >= least {
                     break;
                 }
                 for (&(at, idle_at), bucket) in order.buckets.range((from, Bound::Unbounded)) {
-                    let pending_ms = ((idle_at.0 - self.now_s) * 1e3).max(0.0);
-                    if at != factor || bound(factor, pending_ms) >= least {
+                    let (pending_ms, idle_ms) = {
+                        let ms = (idle_at.0 - self.now_s) * 1e3;
+                        (ms.max(0.0), (-ms).max(0.0))
+                    };
+                    if at != factor || bound(factor, pending_ms, idle_ms) >= least {
                         break;
                     }
                     for link in by_lot(bucket, rng) {
@@ -276,7 +317,7 @@ impl<'a> Search<'a> {
         let fitting: Vec<&Worker> = links.filter_map(|link| self.fitting(link)).collect();
         let candidate = |worker: &&Worker| {
             let hit_tokens = worker.hit_tokens(self.ask, blocks.get(&worker.number).copied().unwrap_or(0));
-            worker.candidate(self.now_s, &self.fleet.kinds, self.ask, hit_tokens)
+            worker.candidate(self.now_s, &self.fleet.kinds, self.ask, hit_tokens, 0)
         };
         let candidates: Vec<Candidate> = fitting.iter().map(candidate).collect();
         let first = fitting.first()?;

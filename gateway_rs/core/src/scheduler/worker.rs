@@ -61,6 +61,8 @@ pub struct Worker {
     pub(super) prefilling_tokens: u64,
     /// When it will have computed all prompts, those of asks that wait for it here too.
     pub(super) idle_at_s: f64,
+    /// Since when it has had nothing at all to do; old news while it has something.
+    pub(super) idle_since_s: f64,
     /// The longest prompt that its pool counts on it for; None = it is not ready.
     pub(super) serves_prompt_tokens: Option<u32>,
     /// Choices in its batch at most.
@@ -110,6 +112,7 @@ impl Worker {
             prefilling_ms: 0.0,
             prefilling_tokens: 0,
             idle_at_s: f64::NEG_INFINITY,
+            idle_since_s: now_s,
             serves_prompt_tokens: None,
             slots: 1,
             limit: 1,
@@ -146,6 +149,18 @@ impl Worker {
     /// Its number in the prefix index.
     pub fn number(&self) -> u32 {
         self.number
+    }
+
+    /// Holds no request, and none waits for it here.
+    fn is_idle(&self) -> bool {
+        self.held.is_empty() && self.planned == 0
+    }
+
+    /// It has just lost something that it had to do.
+    pub(super) fn note_idle(&mut self, now_s: f64) {
+        if self.is_idle() {
+            self.idle_since_s = now_s;
+        }
     }
 
     /// Requests that decode.
@@ -231,10 +246,12 @@ impl Worker {
     }
 
     /// Where it stands among workers of its kind: the factor by which a prompt there delays others, and when it has
-    /// computed what it has.
+    /// computed what it has, or had; whoever has been idle for longest comes first.
     pub(super) fn standing(&self) -> (u64, Key) {
         let factor = (1 + u64::from(self.decoding())) * (1 + u64::from(self.waiting()));
-        let idle_at_s = if self.waiting() == 0 {
+        let idle_at_s = if self.is_idle() {
+            self.idle_since_s
+        } else if self.waiting() == 0 {
             f64::NEG_INFINITY
         } else {
             self.idle_at_s
@@ -242,16 +259,36 @@ impl Worker {
         (factor, Key(idle_at_s))
     }
 
-    pub(super) fn candidate(&self, now_s: f64, kinds: &Kinds, ask: &Ask, hit_tokens: u32) -> Candidate {
+    /// As a candidate for an ask, of whose prompt it holds so much, and whoever holds most so much.
+    pub(super) fn candidate(
+        &self,
+        now_s: f64,
+        kinds: &Kinds,
+        ask: &Ask,
+        hit_tokens: u32,
+        most_tokens: u32,
+    ) -> Candidate {
         let pending_prefill_ms = self.pending_ms(now_s);
         let (all_ms, all_tokens) = (
             self.prefilling_ms + self.planned_ms,
             self.prefilling_tokens + self.planned_tokens,
         );
+        let work_ms = |hit_tokens| kinds.prefill_ms(self.kind, self.pace, ask.prompt_tokens - hit_tokens, hit_tokens);
+        let prefill_ms = work_ms(hit_tokens);
         Candidate {
             pending_prefill_ms,
             pending_prefill_tokens: (pending_prefill_ms / all_ms.max(1e-9) * all_tokens as f64) as u64,
-            prefill_ms: kinds.prefill_ms(self.kind, self.pace, ask.prompt_tokens - hit_tokens, hit_tokens),
+            prefill_ms,
+            copy_ms: if most_tokens > hit_tokens {
+                (prefill_ms - work_ms(most_tokens)).max(0.0)
+            } else {
+                0.0
+            },
+            idle_ms: if self.is_idle() {
+                (now_s - self.idle_since_s).max(0.0) * 1e3
+            } else {
+                0.0
+            },
             hit_tokens,
             decoding: self.decoding(),
             waiting: self.waiting(),

@@ -93,9 +93,6 @@ pub struct Config {
 /// How long a router waits before it asks again for a request whose worker was lost.
 const RETRY_S: f64 = 0.01;
 
-/// A conversation that arrives in a closed loop pauses at least so long.
-const THINK_LEAST_S: f64 = 1.0;
-
 /// The first router's stream.
 const FIRST_ROUTER: Link = 1;
 
@@ -949,7 +946,7 @@ impl<'a> Run<'a> {
             );
             // What the client did in the workload: the gap, less what an answer took on an idle worker.
             let answer_s = self.config.tpot_target_s / 2.0 * f64::from(before.output_tokens);
-            let think_s = (after.arrival_s - before.arrival_s - answer_s).max(THINK_LEAST_S);
+            let think_s = (after.arrival_s - before.arrival_s - answer_s).max(self.workload.pause_s);
             let at_s = self.now_s + think_s;
             self.records[next as usize].arrival_s = at_s;
             self.plan(at_s, What::Arrive(next));
@@ -1263,7 +1260,7 @@ mod tests {
         let closed = simulated(r#"{"closed_loop": true}"#, &workload);
         for turn in 1..3 {
             let before_s = closed.records[turn - 1].finished_s.expect("finished");
-            assert!((closed.records[turn].arrival_s - before_s - THINK_LEAST_S).abs() < 1e-9);
+            assert!((closed.records[turn].arrival_s - before_s - workload.pause_s).abs() < 1e-9);
         }
     }
 

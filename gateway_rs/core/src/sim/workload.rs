@@ -39,6 +39,8 @@ pub struct Workload {
     pub block_tokens: u32,
     /// Arrivals are known to so many seconds only; a run spreads them within.
     pub quantum_s: f64,
+    /// In a closed loop, who has been answered pauses at least so long.
+    pub pause_s: f64,
     /// Names of tenants.
     pub tenants: Vec<String>,
 }
@@ -51,6 +53,9 @@ pub struct TraceError {
     line: usize,
     reason: String,
 }
+
+/// A conversation's next turn comes so long after an answer at least.
+pub(super) const PAUSE_S: f64 = 1.0;
 
 /// Mooncake's traces name blocks of so many tokens.
 pub const MOONCAKE_BLOCK_TOKENS: u32 = 512;
@@ -65,6 +70,7 @@ impl Workload {
             requests,
             block_tokens,
             quantum_s,
+            pause_s: 0.0,
             tenants: vec![String::new()],
         }
     }
@@ -204,6 +210,7 @@ impl Workload {
     /// Finds conversations: each request follows the latest one before it whose whole prompt it begins with, as far as
     /// blocks tell, when that is more than what most requests share. For closed loops.
     pub fn chain_sessions(&mut self) {
+        self.pause_s = PAUSE_S;
         // Which request last ended with this block.
         let mut ends: HashMap<u64, u32> = HashMap::new();
         for at in 0..self.requests.len() {
@@ -445,6 +452,8 @@ pub struct Synthetic {
     pub tenants: u32,
     /// Share of requests of class batch; the others are interactive.
     pub batch_share: f64,
+    /// In a closed loop, so many clients that ask again as soon as they are answered; 0 = arrivals at the rate.
+    pub clients: u32,
 }
 
 impl Default for Synthetic {
@@ -460,6 +469,7 @@ impl Default for Synthetic {
             block_tokens: 64,
             tenants: 1,
             batch_share: 0.0,
+            clients: 0,
         }
     }
 }
@@ -501,8 +511,10 @@ impl Synthetic {
         let shared_blocks = self.shared_tokens / block_tokens;
         let mut fresh = u64::from(self.roots) * u64::from(shared_blocks + 1);
         let requests = (0..self.requests)
-            .map(|_| {
-                at_s -= (1.0 - rng.random::<f64>()).ln() / self.rate_per_s;
+            .map(|number| {
+                if self.clients == 0 {
+                    at_s -= (1.0 - rng.random::<f64>()).ln() / self.rate_per_s;
+                }
                 let own = length(&mut rng, (self.prompt_tokens - f64::from(self.shared_tokens)).max(1.0));
                 let prompt_tokens = self.shared_tokens + own;
                 let root = u64::from(rng.random_range(0..self.roots.max(1)));
@@ -534,7 +546,7 @@ impl Synthetic {
                     blocks,
                     tenant,
                     class,
-                    after: None,
+                    after: number.checked_sub(self.clients).filter(|_| self.clients > 0),
                 }
             })
             .collect();
