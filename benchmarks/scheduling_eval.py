@@ -1,4 +1,4 @@
-"""The scheduler's claims on public traces, in simulation: fidelity, placement, chunks, overload, closed loop, failures.
+"""The scheduler's claims on public traces, in simulation: fidelity, placement, prefill apart, overload, and more.
 
     python benchmarks/scheduling_eval.py --traces FOLDER            # five seeds; most of an hour on two cores
     python benchmarks/scheduling_eval.py --traces FOLDER --short    # two seeds, the main cases; minutes
@@ -397,6 +397,77 @@ def chunks(ev: Eval) -> Iterable[Row]:
         yield Row("E4 chunk", f"azure {trace}, 2 workers: knee", figure, "dynamic at least the best fixed", holds)
 
 
+#: DistServe's fitted model of OPT-13B on an A100 (its `simdistserve` profile): a prompt's line from 128 tokens on, an
+#: answer's below. KV as its `max_num_tokens` has it; a token of it is 40 layers of 5,120 values, twice, in 16 bits.
+OPT_13B = {
+    "name": "distserve-opt-13b",
+    "gpu": "A100-80GB",
+    "model": "OPT-13B",
+    "tensor_parallel": 1,
+    "source": "DistServe's profile: prefill 18.1 + .1019 n + 7.12e-6 n^2; decode 19.9 + 6.27e-4 C + .0385 B",
+    "step_ms": [[1, 19.9], [94, 23.5], [128, 31.1], [1024, 122.4], [4096, 435.5]],
+    "attention_pair_ms": 1.424e-5,
+    "context_token_ms": 6.27e-4,
+    "kv_tokens": 66_000,
+}
+OPT_13B_KV_BYTES = 40 * 5120 * 2 * 2
+
+
+def apart(ev: Eval) -> Iterable[Row]:
+    """Prompts computed beside answers, or on workers of their own: the load carried with nine in ten in time.
+
+    Four workers with DistServe's model and targets (TTFT 0.25 s for conversations, 0.125 s for code, or three times the
+    prompt alone; 0.1 and 0.2 s between tokens), 25 GB/s between them. Whole prompts are vLLM's old way; chunks are
+    sized to the pace; workers for prompts are used always, or by the scheduler's rule.
+    """
+    cases = {"conv": (0.25, 0.1), "code": (0.125, 0.2)}
+    for trace, (ttft_s, tpot_s) in cases.items():
+        workload = ev.workload("azure2023", f"AzureLLMInferenceTrace_{trace}.csv")
+        targets = {"ttft_target_s": ttft_s, "tpot_target_s": tpot_s}
+        ways = {
+            "together, whole prompts": {**of_four(0, "16384", "off"), **targets},
+            "together, chunks": {**of_four(0, "dynamic", "off"), **targets},
+        }
+        for prefill in (1, 2, 3):
+            ways[f"{prefill} of 4 for prompts, always"] = {**of_four(prefill, "dynamic", "always"), **targets}
+            ways[f"{prefill} of 4 for prompts, by the rule"] = {**of_four(prefill, "dynamic", "auto"), **targets}
+        jobs = {way: ev.threads.submit(bisected, workload, each) for way, each in ways.items()}
+        knees = {way: job.result() for way, job in jobs.items()}
+        whole, chunked = knees["together, whole prompts"], knees["together, chunks"]
+        static = max(knee for way, knee in knees.items() if way.endswith("always"))
+        ruled = max(knee for way, knee in knees.items() if way.endswith("rule"))
+        for way, knee in knees.items():
+            yield Row(
+                "E5 apart", f"azure {trace}, {way}: load at .9", f"{knee:.2f} = {knee / whole:.2f} x whole prompts", ""
+            )
+        name = f"azure {trace}: best by the rule / best always, / together in chunks"
+        figure = f"{ruled / static:.2f}, {ruled / chunked:.2f}"
+        yield Row("E5 apart", name, figure, "TaiChi 1.29 to 1.77, 1.09 to 1.47", ruled >= max(static, chunked) * 0.99)
+
+
+def of_four(prefill: int, chunk: str, how: str) -> dict[str, Any]:
+    """Settings of four such workers, of which so many are for prompts."""
+    group = {
+        "workers": 4,
+        "prefill_workers": prefill,
+        "table": OPT_13B,
+        "kv_token_bytes": OPT_13B_KV_BYTES,
+        "network_gb_per_s": 25.0,
+    }
+    scheduler = {"disaggregation": how, "disaggregation_min_tokens": 1 if how == "always" else 1024}
+    return {"groups": [group], "chunk": chunk, "scheduler": scheduler}
+
+
+def bisected(workload: Workload, settings: dict[str, Any], most: float = 4.0, rounds: int = 6) -> float:
+    """The load at which goodput falls through .9, one seed."""
+    low, high = 0.0, most
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        good = summary(workload, {**settings, "speed": middle, "seed": 1})["goodput"]
+        low, high = (middle, high) if good >= 0.9 else (low, middle)
+    return (low + high) / 2
+
+
 def overload(ev: Eval) -> Iterable[Row]:
     """Whose turn, and giving up what can't be in time."""
     workload = ev.workload("mooncake", TRACES["conversation"])
@@ -554,6 +625,7 @@ EXPERIMENTS: dict[str, Callable[[Eval], Iterable[Row]]] = {
     "shares": shares,
     "closed_loop": closed_loop,
     "chunks": chunks,
+    "apart": apart,
     "overload": overload,
     "lengths": lengths,
     "fairness": fairness,
