@@ -10,7 +10,14 @@ const LEAST_LOGPROB: f32 = -20.0;
 #[must_use]
 pub fn confidence(logprobs: impl IntoIterator<Item = f32>) -> Option<f32> {
     // `max` leaves a value that is no number out.
-    let bounded = |logprob: f32| f64::from(logprob.max(LEAST_LOGPROB).min(0.0));
+    // What is no number is as unlikely as can be.
+    let bounded = |logprob: f32| {
+        f64::from(if logprob > LEAST_LOGPROB {
+            logprob.min(0.0)
+        } else {
+            LEAST_LOGPROB
+        })
+    };
     let (sum, count) =
         (logprobs.into_iter().map(bounded)).fold((0.0, 0_u32), |(sum, count), one| (sum + one, count + 1));
     (count > 0).then(|| (sum / f64::from(count)).exp() as f32)
