@@ -9,7 +9,7 @@ mod step;
 mod wire;
 
 use std::{
-    collections::{hash_map, BTreeMap, BTreeSet, HashMap},
+    collections::{btree_map, hash_map, BTreeMap, BTreeSet, HashMap},
     sync::Arc,
 };
 
@@ -199,10 +199,10 @@ impl Scheduler {
     pub fn router_message(&mut self, now_s: f64, link: Link, message: &[u8]) -> Result<Effects, String> {
         let message = proto::PlaceRequest::decode(message).map_err(|error| format!("not a PlaceRequest: {error}"))?;
         let mut step = Step::new(self, now_s);
-        if !step.scheduler.routers.contains_key(&link) {
+        if let btree_map::Entry::Vacant(newcomer) = step.scheduler.routers.entry(link) {
             let hello = message.hello.filter(|hello| !hello.router_id.is_empty());
             let hello = hello.ok_or("the first message must have a hello with router_id")?;
-            step.scheduler.routers.insert(link, hello.router_id.clone());
+            newcomer.insert(hello.router_id.clone());
             let running: Vec<_> = hello.running.into_iter().map(running_lease).collect();
             let note = format!(
                 "router {} joins, with {} running leases",

@@ -9,7 +9,6 @@ const LEAST_LOGPROB: f32 = -20.0;
 /// From their log-probabilities, in (0, 1]; None for no ids.
 #[must_use]
 pub fn confidence(logprobs: impl IntoIterator<Item = f32>) -> Option<f32> {
-    // `max` leaves a value that is no number out.
     // What is no number is as unlikely as can be.
     let bounded = |logprob: f32| {
         f64::from(if logprob > LEAST_LOGPROB {
