@@ -716,10 +716,10 @@ mod tests {
         judged.push(&unsure(3, &bytes("defg"), 0.01), &mut seen).unwrap();
         assert_eq!(sure(&judged), Some(50.0));
         let mut short = Answer::new(&toy(), 1, rules.clone());
-        short.push(&unsure(0, &[97, EOS], 0.25), &mut seen).unwrap();
+        short.push(&unsure(0, &[97, EOS], 0.25), &mut Seen::default()).unwrap();
         assert_eq!(sure(&short), Some(25.0));
         let mut silent = Answer::new(&toy(), 1, rules);
-        silent.push(&delta(0, &bytes("abc")), &mut seen).unwrap();
+        silent.push(&delta(0, &bytes("abc")), &mut Seen::default()).unwrap();
         assert_eq!(sure(&silent), Some(100.0));
     }
 
