@@ -13,21 +13,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import Authority, Certificate, ClientConfigFile, Json, Key, Quiet, client_tls, interrupt
+from headrace.cli.options import (
+    DEFAULT_TARGET,
+    Authority,
+    Certificate,
+    ClientConfigFile,
+    Json,
+    Key,
+    Quiet,
+    Target,
+    client_tls,
+    interrupt,
+)
 
 if TYPE_CHECKING:
     from headrace.batches.client import BatchClient
 
 app = typer.Typer(help="Batch work: files of requests, answered behind everything else.", no_args_is_help=True)
 
-Target = Annotated[str, typer.Option(help="The router's native gRPC API; grpcs://HOST:PORT with TLS.")]
 BatchId = Annotated[str, typer.Argument(help="The batch.", metavar="ID")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where answers go, a line each.")]
 Errors = Annotated[
     Path | None, typer.Option("--errors", metavar="FILE", help="Where lines go that failed.", show_default="nowhere")
 ]
-
-DEFAULT_TARGET = "127.0.0.1:8081"
 
 
 def _with_client(

@@ -10,7 +10,18 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.options import Authority, Certificate, ClientConfigFile, Json, Key, Quiet, client_tls, interrupt
+from headrace.cli.options import (
+    DEFAULT_TARGET,
+    Authority,
+    Certificate,
+    ClientConfigFile,
+    Json,
+    Key,
+    Quiet,
+    Target,
+    client_tls,
+    interrupt,
+)
 
 app = typer.Typer()
 
@@ -20,9 +31,7 @@ def chat(
     prompt: Annotated[
         str | None, typer.Argument(help="What to say; '-' reads it from standard input.", show_default="a dialogue")
     ] = None,
-    target: Annotated[
-        str, typer.Option(help="The router's native gRPC API; grpcs://HOST:PORT with TLS.")
-    ] = "127.0.0.1:8081",
+    target: Target = DEFAULT_TARGET,
     model: Annotated[str, typer.Option(help="Model to ask.", show_default="the first listed")] = "",
     system: Annotated[str, typer.Option(help="System message.", show_default="none")] = "",
     max_tokens: Annotated[

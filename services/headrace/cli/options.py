@@ -30,6 +30,8 @@ ClientConfigFile = Annotated[
         "--config", "-c", envvar="HEADRACE_CONFIG", help="The mesh's TOML file, for its [tls].", show_default="none"
     ),
 ]
+Target = Annotated[str, typer.Option(help="The router's native gRPC API; grpcs://HOST:PORT with TLS.")]
+DEFAULT_TARGET = "127.0.0.1:8081"
 Authority = Annotated[
     Path | None,
     typer.Option(
