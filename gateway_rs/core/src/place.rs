@@ -73,6 +73,16 @@ impl Why {
     }
 }
 
+/// [`Candidate::copy_ms`] of a worker that holds so many tokens of a prompt, where another candidate holds `most_tokens`.
+/// `work_ms`: the work of the prompt behind that many.
+pub fn copy_ms(work_ms: impl Fn(u32) -> f64, hit_tokens: u32, most_tokens: u32) -> f64 {
+    if most_tokens > hit_tokens {
+        (work_ms(hit_tokens) - work_ms(most_tokens)).max(0.0)
+    } else {
+        0.0
+    }
+}
+
 /// What the rules ask of a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Request {

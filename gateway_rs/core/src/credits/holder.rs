@@ -11,7 +11,7 @@ use super::Room;
 use crate::{
     cost::PromptCost,
     index::{marks, Expected, Overlap, PrefixIndex, WorkerId},
-    place::{charged_tokens, Candidate, Placer, Request, Why},
+    place::{charged_tokens, copy_ms, Candidate, Placer, Request, Why},
     scheduler::events::Link,
 };
 
@@ -230,31 +230,23 @@ impl Holder {
         let mut block_ms = 0.0_f64;
         let may = |worker: &Link| !wanted.avoid.contains(worker);
         let most_tokens = (drawn.iter().map(|&at| &pool.lent[at]))
-            .filter_map(|worker| hits.get(worker).filter(|_| may(worker)))
+            .filter_map(|worker| hits.get(worker).filter(|_| may(worker)).copied())
             .max()
-            .map_or(0, |&tokens| tokens);
-        let after_most_ms = |outlook: &Outlook| {
-            let left_tokens = wanted.prompt_tokens - most_tokens;
-            outlook.cost.prefill_ms(left_tokens, most_tokens)
-        };
+            .unwrap_or(0);
         let (workers, candidates): (Vec<Link>, Vec<Candidate>) = drawn
             .into_iter()
             .filter_map(|at| {
                 let worker = pool.lent[at];
-                let held = self.workers.get(&worker)?;
-                if !may(&worker) {
-                    return None;
-                }
+                let held = self.workers.get(&worker).filter(|_| may(&worker))?;
                 let outlook = &held.outlook;
                 block_ms = block_ms.max(outlook.cost.prefill_ms(charged_tokens(wanted.prompt_tokens), 0));
                 let hit_tokens = hits.get(&worker).copied().unwrap_or(0);
-                let new_tokens = wanted.prompt_tokens - hit_tokens;
+                let work_ms = |held: u32| outlook.cost.prefill_ms(wanted.prompt_tokens - held, held);
                 let candidate = Candidate {
                     pending_prefill_ms: held.pending_ms(now_s),
-                    prefill_ms: outlook.cost.prefill_ms(new_tokens, hit_tokens),
-                    // What others will have to wait for because of a second copy. How long a worker has been idle is not known
-                    // here: a copy that costs nothing is the scheduler's to make.
-                    copy_ms: (outlook.cost.prefill_ms(new_tokens, hit_tokens) - after_most_ms(outlook)).max(0.0),
+                    prefill_ms: work_ms(hit_tokens),
+                    // How long a worker has been idle is not known here: a copy that costs nothing is the scheduler's to make.
+                    copy_ms: copy_ms(work_ms, hit_tokens, most_tokens),
                     hit_tokens,
                     decoding: outlook.decoding,
                     waiting: outlook.waiting,

@@ -19,10 +19,15 @@ mod ledger;
 #[cfg(test)]
 mod tests;
 
+use crate::scheduler::events::LeaseId;
+
 pub use self::{
     holder::{Grantor, Holder, Outlook, Taken, Wanted},
     ledger::{Ledger, Share},
 };
+
+/// Leases that a router makes are told apart from the scheduler's by this bit.
+pub const OWN_LEASE: LeaseId = 1 << 63;
 
 /// Room on a worker: lent, used or free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     blocks::Blocks,
     index::Overlap,
-    place::{Candidate, Placer, Policy, Request, Why},
+    place::{copy_ms, Candidate, Placer, Policy, Request, Why},
 };
 
 /// Workers looked at for one ask that does not fit on the better ones. A bound on work, not on luck: whoever is not looked at
@@ -252,11 +252,7 @@ impl<'a> Search<'a> {
             let most_hit = (left_blocks * kinds.block_tokens(kind)).min(self.ask.prompt_tokens.saturating_sub(1));
             let work_ms = |hit: u32| kinds.prefill_ms(kind, pace, self.ask.prompt_tokens - hit, hit);
             let least_work_ms = work_ms(most_hit);
-            let least_copy_ms = if most_tokens > most_hit {
-                (least_work_ms - work_ms(most_tokens)).max(0.0)
-            } else {
-                0.0
-            };
+            let least_copy_ms = copy_ms(work_ms, most_hit, most_tokens);
             let bound = |factor: u64, pending_prefill_ms: f64, idle_ms: f64| {
                 let like = Candidate {
                     pending_prefill_ms,

@@ -9,7 +9,10 @@ use super::{
     map::{Key, Map},
     queue::Urgency,
 };
-use crate::{credits::Room, place::Candidate};
+use crate::{
+    credits::Room,
+    place::{copy_ms, Candidate},
+};
 
 /// One instance of a worker, as believed.
 #[derive(Debug)]
@@ -274,16 +277,11 @@ impl Worker {
             self.prefilling_tokens + self.planned_tokens,
         );
         let work_ms = |hit_tokens| kinds.prefill_ms(self.kind, self.pace, ask.prompt_tokens - hit_tokens, hit_tokens);
-        let prefill_ms = work_ms(hit_tokens);
         Candidate {
             pending_prefill_ms,
             pending_prefill_tokens: (pending_prefill_ms / all_ms.max(1e-9) * all_tokens as f64) as u64,
-            prefill_ms,
-            copy_ms: if most_tokens > hit_tokens {
-                (prefill_ms - work_ms(most_tokens)).max(0.0)
-            } else {
-                0.0
-            },
+            prefill_ms: work_ms(hit_tokens),
+            copy_ms: copy_ms(work_ms, hit_tokens, most_tokens),
             idle_ms: if self.is_idle() {
                 (now_s - self.idle_since_s).max(0.0) * 1e3
             } else {

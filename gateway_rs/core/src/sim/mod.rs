@@ -507,6 +507,10 @@ impl<'a> Run<'a> {
         self.tell(event);
     }
 
+    fn router(&mut self, request: u32) -> &mut Router {
+        &mut self.routers[self.progress[request as usize].router as usize]
+    }
+
     fn link(&self, request: u32) -> Link {
         FIRST_ROUTER + Link::from(self.progress[request as usize].router)
     }
@@ -665,7 +669,7 @@ impl<'a> Run<'a> {
     fn begin_at(&mut self, number: u32, lease: LeaseId, worker: Link, prefill: Option<(LeaseId, Link)>) {
         let Some(&worker) = self.by_link.get(&worker) else {
             // It is gone, and its router has not heard of it.
-            self.routers[self.progress[number as usize].router as usize].give_back(number);
+            self.router(number).give_back(number);
             self.plan(self.now_s + RETRY_S, What::Ask(number));
             return;
         };
@@ -797,7 +801,7 @@ impl<'a> Run<'a> {
                         record.first_token_s = Some(self.now_s);
                         record.cached_tokens = cached_tokens;
                     }
-                    self.routers[self.progress[request as usize].router as usize].begun(request);
+                    self.router(request).begun(request);
                     self.say(Event::Progressed {
                         link: self.link(request),
                         lease,
@@ -932,7 +936,7 @@ impl<'a> Run<'a> {
             decode_s: record.decode_s().unwrap_or(0.0),
         };
         let link = self.link(number);
-        self.routers[self.progress[number as usize].router as usize].give_back(number);
+        self.router(number).give_back(number);
         self.say(Event::Released { link, lease, books });
     }
 

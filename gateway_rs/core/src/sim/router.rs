@@ -9,14 +9,11 @@ use ahash::{HashMap, HashMapExt};
 use rand::rngs::StdRng;
 use rand::SeedableRng;
 
-use crate::credits::{Grantor, Holder, Room, Taken, Wanted};
+use crate::credits::{Grantor, Holder, Room, Taken, Wanted, OWN_LEASE};
 use crate::index::PrefixIndex;
 use crate::scheduler::actions::Action;
 use crate::scheduler::events::{Ask, LeaseId, Link};
 use crate::scheduler::leases::kv_tokens;
-
-/// Leases that a router makes are told apart from the scheduler's by this bit.
-const OWN_LEASE: LeaseId = 1 << 63;
 
 /// One router.
 #[derive(Debug)]

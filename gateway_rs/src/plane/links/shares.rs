@@ -11,16 +11,13 @@ use std::{
 use headrace_core::{
     blocks::Blocks,
     cost::PromptCost,
-    credits::{self, Holder, Outlook, Room, Taken, Wanted},
+    credits::{self, Holder, Outlook, Room, Taken, Wanted, OWN_LEASE},
     scheduler::{events::Link, leases::expected_kv_tokens},
 };
 use parking_lot::RwLock;
 use rand::{rngs::SmallRng, SeedableRng};
 
 use crate::proto::{place_request::Ask, share::Grantor, Grant, PlacementReason, Share};
-
-/// Leases that a router makes are told apart from the scheduler's by this bit.
-const OWN_LEASE: u64 = 1 << 63;
 
 /// Who holds which prefix blocks, as the cache tells: read for each request, written in short parts.
 pub type SharedBlocks = Arc<RwLock<Blocks>>;
