@@ -290,13 +290,16 @@ const HUBER: f64 = 3.0;
 /// Errors remembered; the model's own error is said over these.
 const ERRORS: usize = 128;
 
-/// Steps before a model without a table says anything.
+/// Steps before a model without a table says anything, and in which one with a table looks for its worker's scale.
 const FIRST_STEPS: u64 = 16;
 
 /// Half the predictions further off than this, and the model is worth nothing.
 const WORTHLESS: f64 = 0.5;
 
 const TERMS: usize = 5;
+
+/// Those that a table has: a step's constant is in its first row already, and two of them couldn't be told apart.
+const TABLE_TERMS: usize = 4;
 
 /// How far predictions were off lately, as a share of what was then measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -315,6 +318,10 @@ pub struct ModelError {
 /// decoding, its attention, the chunks' time, their attention; without one, the counts themselves and a constant. The
 /// coefficients follow the reported steps by least squares on relative errors, in which an outlier pulls no more than a
 /// step three times as far off as usual, and older steps fade. So a step's time rises with its work, whatever is reported.
+///
+/// A table may be of another GPU, or of the same one at another clock: so its scale comes first, from the median of some
+/// steps, and the terms one by one only then. Errors against a scale that is six times off would weigh 36 times as much as
+/// those after it, and a handful of first steps would decide for the next thousand.
 #[derive(Clone, Debug)]
 pub struct CostModel {
     table: Option<Arc<CostTable>>,
@@ -323,6 +330,8 @@ pub struct CostModel {
     products: [[f64; TERMS]; TERMS],
     targets: [f64; TERMS],
     steps: u64,
+    /// The first steps' terms and times, until the table's scale is known.
+    first: Vec<([f64; TERMS], f64)>,
     /// Of the last predictions, as shares, in a ring.
     errors: Vec<f64>,
     error: ModelError,
@@ -337,17 +346,13 @@ impl CostModel {
             products: [[0.0; TERMS]; TERMS],
             targets: [0.0; TERMS],
             steps: 0,
+            first: Vec::new(),
             errors: Vec::new(),
             error: ModelError::default(),
             table,
         };
         if model.table.is_some() {
-            // As if each term had been seen alone, at the table's word.
-            for term in 0..4 {
-                model.coefficients[term] = 1.0;
-                model.products[term][term] = TABLE_WEIGHT;
-                model.targets[term] = TABLE_WEIGHT;
-            }
+            model.begin_at(1.0);
         }
         // A little resistance, so that a term which never appears stays where it is.
         for term in 0..TERMS {
@@ -355,6 +360,15 @@ impl CostModel {
             model.targets[term] += 1e-9 * model.coefficients[term];
         }
         model
+    }
+
+    /// Each of the table's terms counts so many times, as if it had been seen alone so.
+    fn begin_at(&mut self, scale: f64) {
+        for term in 0..TABLE_TERMS {
+            self.coefficients[term] = scale;
+            self.products[term][term] = TABLE_WEIGHT / (scale * scale);
+            self.targets[term] = TABLE_WEIGHT / scale;
+        }
     }
 
     /// The table it began at.
@@ -382,7 +396,6 @@ impl CostModel {
                     table.context_token_ms * shape.context_tokens as f64,
                     with_chunk_ms - base_ms,
                     table.attention_pair_ms * shape.chunk_pairs,
-                    // A step's constant is in the table's first row already; two of them couldn't be told apart.
                     0.0,
                 ]
             }
@@ -486,18 +499,41 @@ impl CostModel {
         let terms = self.terms(shape);
         let predicted_ms = dot(&terms, &self.coefficients);
         let speaks = self.table.is_some() || self.steps >= FIRST_STEPS;
-        let off = (measured_ms - predicted_ms).abs();
-        let mut weight = 1.0;
         if speaks {
-            self.remember(off / measured_ms);
-            // A prediction of nothing has nothing to be measured against.
-            let relative = off / predicted_ms.max(1e-6);
-            let usual = HUBER * self.error.median.max(0.02);
-            if self.error.steps >= FIRST_STEPS && relative > usual {
-                weight = usual / relative;
-            }
+            self.remember((measured_ms - predicted_ms).abs() / measured_ms);
         }
         self.steps += 1;
+        if self.table.is_some() && self.steps <= FIRST_STEPS {
+            self.find_scale(terms, measured_ms);
+        } else {
+            self.learn(&terms, measured_ms, speaks);
+        }
+    }
+
+    /// One of the first steps beside a table. After the last of them all are learned from.
+    fn find_scale(&mut self, terms: [f64; TERMS], measured_ms: f64) {
+        self.first.push((terms, measured_ms));
+        let ratio = |(terms, measured_ms): &([f64; TERMS], f64)| measured_ms / terms.iter().sum::<f64>().max(1e-6);
+        let mut ratios: Vec<f64> = self.first.iter().map(ratio).collect();
+        ratios.sort_unstable_by(f64::total_cmp);
+        self.begin_at(ratios[ratios.len() / 2]);
+        if self.steps == FIRST_STEPS {
+            for (terms, measured_ms) in std::mem::take(&mut self.first) {
+                self.learn(&terms, measured_ms, true);
+            }
+        }
+    }
+
+    /// Takes one step into the least squares.
+    fn learn(&mut self, terms: &[f64; TERMS], measured_ms: f64, speaks: bool) {
+        let predicted_ms = dot(terms, &self.coefficients);
+        let mut weight = 1.0;
+        if speaks && self.error.steps >= FIRST_STEPS {
+            // A prediction of nothing has nothing to be measured against.
+            let relative = (measured_ms - predicted_ms).abs() / predicted_ms.max(1e-6);
+            let usual = HUBER * self.error.median.max(0.02);
+            weight = (usual / relative).min(1.0);
+        }
         // Relative errors count, so that long steps don't drown short ones. By what is predicted where that is known: a
         // stall would otherwise make itself small.
         let scale_ms = if speaks { predicted_ms.max(1e-3) } else { measured_ms };
@@ -686,6 +722,28 @@ mod tests {
             assert!(off.abs() < 0.1, "{shape:?}: {off}");
         }
         assert!((model.prefill_ms(2000, 0) / CostModel::new(Some(table)).prefill_ms(2000, 0) - 0.8).abs() < 0.05);
+    }
+
+    #[test]
+    fn a_table_of_another_scale_is_as_good_as_its_own() {
+        for (seed, scale) in (0..).zip([0.02, 0.2, 1.0, 6.0, 50.0]) {
+            let (table, mut rng) = (a100(), StdRng::seed_from_u64(seed));
+            let mut model = CostModel::new(Some(Arc::clone(&table)));
+            let truth = |shape: &Shape| scale * table.step_ms(shape);
+            for seen in 0..200 {
+                let shape = any_shape(&mut rng);
+                // What a busy machine adds, and a stall now and then, from the first steps on.
+                let added_ms = if seen % 10 == 3 { 100.0 } else { rng.random_range(0.0..1.0) };
+                model.observe(&shape, truth(&shape) + scale * added_ms);
+            }
+            assert!(model.trusted(), "{scale}");
+            assert!(model.error().median < 0.06, "{scale}: {:?}", model.error());
+            for _ in 0..200 {
+                let shape = any_shape(&mut rng);
+                let off = model.step_ms(&shape) / truth(&shape) - 1.0;
+                assert!(off.abs() < 0.2, "{scale} {shape:?}: {off}");
+            }
+        }
     }
 
     #[test]

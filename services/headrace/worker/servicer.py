@@ -23,7 +23,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry, Histogram
@@ -51,9 +51,6 @@ from headrace.worker.engine import (
 from headrace.worker.handoffs import Handoffs
 from headrace.worker.transfer import Progress, Received, Waiters, give, take
 from headrace.worker.validate import CLASS_TTFT_S, begun, request_of
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +108,6 @@ class _Open:
     given: int = 0
     cached_prompt_tokens: int = 0
 
-    def told(self) -> _Given:
-        """What is kept of it."""
-        return self.booking, self.given, self.cached_prompt_tokens
-
     #: How its answer begins, where its prompt is another worker's to compute.
     proceed: asyncio.Future[worker_pb2.Proceed] | None = None
     #: Of its answer, ids that the engine knows as a part of the prompt; of the prompt, tokens whose KV was fetched.
@@ -123,6 +116,10 @@ class _Open:
     prompt_tokens: int = 0
     #: What to run when the engine's own fetching fails, before anything has come of it.
     otherwise: Request | None = None
+
+    def told(self) -> _Given:
+        """What is kept of it."""
+        return self.booking, self.given, self.cached_prompt_tokens
 
 
 #: A booking, the ids that its router was given, and how much of its prompt was reused.

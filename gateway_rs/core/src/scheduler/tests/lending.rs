@@ -181,18 +181,33 @@ impl World {
         router.running.insert(lease, (taken.worker, choices, Some(taken)));
     }
 
+    /// Ends the oldest request of a router.
     fn finish(&mut self, which: usize) {
+        let first = self.routers[which].running.keys().next().copied();
+        self.end(which, first);
+    }
+
+    /// Ends one of them, whichever.
+    fn finish_any(&mut self, which: usize) {
+        let count = self.routers[which].running.len();
+        let drawn = self.dice.random_range(0..count.max(1));
+        let lease = self.routers[which].running.keys().nth(drawn).copied();
+        self.end(which, lease);
+    }
+
+    fn end(&mut self, which: usize, lease: Option<LeaseId>) {
         let router = &mut self.routers[which];
-        if let Some((lease, (_, _, taken))) = router.running.pop_first() {
-            if let Some(taken) = taken {
-                router.holder.give_back(taken);
-            }
-            router.outgoing.push_back(Event::Released {
-                link: router.link,
-                lease,
-                books: Books::default(),
-            });
+        let Some((lease, (_, _, taken))) = lease.and_then(|lease| router.running.remove_entry(&lease)) else {
+            return;
+        };
+        if let Some(taken) = taken {
+            router.holder.give_back(taken);
         }
+        router.outgoing.push_back(Event::Released {
+            link: router.link,
+            lease,
+            books: Books::default(),
+        });
     }
 
     fn hear_router(&mut self, which: usize) {
@@ -288,6 +303,39 @@ proptest! {
         let before = world.by_credit;
         (0..routers).for_each(|which| world.arrive(which, 1));
         prop_assert!(world.by_credit > before);
+    }
+}
+
+proptest! {
+    /// Routers that could always place something small do not keep anybody out who needs more at once, and has to ask.
+    #[test]
+    fn who_has_to_ask_is_served_however_much_is_placed(
+        seed in any::<u64>(), routers in 1_usize..4, workers in 1_u64..4, choices in 1..=SLOTS as u32,
+    ) {
+        let mut world = World::new(seed, routers, workers);
+        let mut first = None;
+        for round in 0..3000 {
+            let which = world.dice.random_range(0..routers);
+            // As much as there is room for, and a little that waits.
+            if world.routers[which].asked.len() < 3 {
+                world.arrive(which, 1);
+            }
+            if round == 100 {
+                let number = world.next;
+                world.arrive(0, choices);
+                first = world.routers[0].asked.contains_key(&number).then_some(number);
+            }
+            let seconds = world.dice.random_range(0.0..0.04);
+            world.pass_time(seconds);
+            world.talk();
+            let which = world.dice.random_range(0..routers);
+            world.finish_any(which);
+            world.check();
+            if round > 100 && !first.is_some_and(|number| world.routers[0].asked.contains_key(&number)) {
+                return Ok(());
+            }
+        }
+        prop_assert!(false, "one of {choices} choices still waits, {} s later; {} placed by credit", world.now_s, world.by_credit);
     }
 }
 
