@@ -4,9 +4,7 @@
     python benchmarks/sentencepiece.py mistral/mistral_common/data/tokenizer.model.v1 mistral-v1.json
     python benchmarks/sentencepiece.py --style first mistral/.../*.model.v3 mistral-v3.json
 
-As the usual converters do it: every way to split a piece into two others is a merge, those of better pieces first.
-The styles are those of Llama 2 (`legacy`: a space before every stretch), of its successors (`first`: before the text)
-and of Gemma (`none`).
+How, and what the styles are, says `headrace.gguf_text.sentencepiece_document`.
 """
 
 import argparse
@@ -16,9 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: `ModelProto.SentencePiece.Type`
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-MARK = "▁"
+from headrace.gguf_text import Piece, sentencepiece_document
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -46,7 +42,7 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
         at += length
 
 
-def pieces(model: bytes) -> list[tuple[str, float, int]]:
+def pieces(model: bytes) -> list[Piece]:
     """Text, score and type of each piece, in the order of their ids."""
     found = []
     for number, value in fields(model):
@@ -56,69 +52,13 @@ def pieces(model: bytes) -> list[tuple[str, float, int]]:
     return found
 
 
-def merges(of: list[tuple[str, float, int]]) -> list[list[str]]:
-    ids = {text: index for index, (text, _, _) in enumerate(of)}
-    found = []
-    for text, score, _ in of:
-        splits = [(text[:at], text[at:]) for at in range(1, len(text))]
-        known = [(left, right) for left, right in splits if left in ids and right in ids]
-        known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found += [(score, left, right) for left, right in known]
-    found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
-    return [[left, right] for _, left, right in found]
-
-
-def document(of: list[tuple[str, float, int]], style: str) -> dict[str, Any]:
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
-    prepend = {"type": "Prepend", "prepend": MARK}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    decoders = [
-        {"type": "Replace", "pattern": {"String": MARK}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": text, "special": kind != USER_DEFINED} | flags
-            for index, (text, _, kind) in enumerate(of)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-        ],
-        "normalizer": {
-            "legacy": {"type": "Sequence", "normalizers": [prepend, replace]},
-            "first": None,
-            "none": replace,
-        }[style],
-        "pre_tokenizer": {"type": "Metaspace", "replacement": MARK, "prepend_scheme": "first", "split": False}
-        if style == "first"
-        else None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": decoders + ([] if style == "none" else [strip])},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": next(text for text, _, kind in of if kind == UNKNOWN),
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": {text: index for index, (text, _, _) in enumerate(of)},
-            "merges": merges(of),
-        },
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a SentencePiece BPE model")
     parser.add_argument("out", type=Path, help="the tokenizer.json to write")
     parser.add_argument("--style", choices=("legacy", "first", "none"), default="legacy")
     arguments = parser.parse_args()
-    made = document(pieces(arguments.model.read_bytes()), arguments.style)
+    made = sentencepiece_document(pieces(arguments.model.read_bytes()), arguments.style)
     arguments.out.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
 
 

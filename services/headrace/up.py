@@ -687,7 +687,9 @@ class Supervisor:
             weights = model.name in served and engine == "llama_cpp"
 
             def work(model: ModelConfig = model, weights: bool = weights) -> None:
-                prepare(model.source, model.quantization, weights=weights, progress=self._on_progress)
+                prepare(
+                    model.source, model.quantization, model.chat_template, weights=weights, progress=self._on_progress
+                )
 
             await _in_daemon_thread(work)
 

@@ -8,13 +8,16 @@ import random
 import subprocess
 import sys
 import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.toy import ToyModel
 
-from headrace import models
+from headrace import Tokenizer, models
 from headrace.errors import ModelError
 
 
@@ -96,6 +99,9 @@ def write_gguf(path: Path, **changes: Any) -> Path:
     writer.add_tokenizer_pre(facts["pre"])
     writer.add_token_list(facts["tokens"])
     writer.add_token_types(facts["types"])
+    if "scores" in facts:
+        writer.add_token_scores(facts["scores"])
+    writer.add_add_space_prefix(facts.get("space_prefix", True))
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(3)
     writer.add_eos_token_id(4)
@@ -107,6 +113,19 @@ def write_gguf(path: Path, **changes: Any) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def pieces_of(pieces: list[str], score: Callable[[int], float] = lambda at: -float(at)) -> dict[str, Any]:
+    """What a GGUF says of a SentencePiece vocabulary with those pieces, best ones first."""
+    special = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("<tool>", 3), ("<end>", 3), ("   ", 4)]
+    tokens = [*special, *((f"<0x{byte:02X}>", 6) for byte in range(256)), *((piece, 1) for piece in pieces)]
+    first = len(tokens) - len(pieces)
+    return {
+        "model": "llama",
+        "tokens": [text for text, _ in tokens],
+        "types": [kind for _, kind in tokens],
+        "scores": [score(at - first) if at >= first else -1000.0 for at in range(len(tokens))],
+    }
 
 
 def test_the_text_side_of_a_gguf(cache: Path, tmp_path: Path) -> None:
@@ -132,6 +151,29 @@ def test_the_text_side_of_a_gguf(cache: Path, tmp_path: Path) -> None:
     assert again == ["ready"]
 
 
+def test_another_chat_template_stands_in_for_the_models_own(cache: Path, tmp_path: Path) -> None:
+    path, template = write_gguf(tmp_path / "model.gguf"), tmp_path / "mine.jinja"
+    own = models.prepare(str(path))
+    template.write_bytes(b"mine\r\n")
+    folder = models.prepare(str(path), chat_template=str(template))
+    router = models.prepare(str(path), chat_template=str(template), weights=False)
+    assert (folder.chat_template, router.chat_template, own.chat_template) == ("mine\r\n", "mine\r\n", "hi {{ x }}\r\n")
+    # Router and worker agree on it, and the rest is as it was.
+    assert folder.template_sha256 == router.template_sha256 != own.template_sha256
+    assert (folder.tokenizer_sha256, folder.weights_sha256) == (own.tokenizer_sha256, own.weights_sha256)
+    assert folder.weights is not None
+    assert folder.weights.resolve() == path
+    template.write_bytes(b"changed")
+    assert models.prepare(str(path), chat_template=str(template)).chat_template == "changed"
+    # A folder that is taken as it is stays so.
+    toy = ToyModel("toy").write(tmp_path)
+    before = (toy / "chat_template.jinja").read_bytes()
+    assert models.prepare(str(toy), chat_template=str(template)).chat_template == "changed"
+    assert (toy / "chat_template.jinja").read_bytes() == before
+    with pytest.raises(ModelError, match=r"gone\.jinja"):
+        models.prepare(str(path), chat_template=str(tmp_path / "gone.jinja"))
+
+
 def test_weights_as_shipped_are_the_file_itself(cache: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf")
     folder = models.prepare(str(path))
@@ -155,7 +197,11 @@ def test_another_file_under_the_same_name_is_another_model(cache: Path, tmp_path
     ("changes", "message"),
     [
         ({"pre": "martian"}, "martian.*supported: .*smollm"),
-        ({"model": "llama"}, "'llama' is not supported"),
+        ({"model": "t5"}, "'t5' is not supported"),
+        ({"model": "llama"}, "6 pieces have 0 scores"),
+        ({"model": "llama", "scores": [0.0] * 6}, "no piece for each byte"),
+        (pieces_of(["ab"]), r"characters that are none: \['a', 'b'\]"),
+        (pieces_of(["a", "b", "ab", "ba"], score=lambda at: 0.0), "'ab' and 'ba' have the same score"),
         ({"context": 0}, "context_length"),
         ({"types": [1]}, "contradicts itself"),
     ],
@@ -273,6 +319,42 @@ def test_the_derived_tokenizer_gives_llama_cpps_ids() -> None:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert ids == vocabulary.tokenize(text), text[:100]
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    vocabulary.close()
+
+
+def learned(lines: list[str], merges: int) -> list[str]:
+    """Pieces of these lines: the most frequent pair becomes one, again and again; then all characters."""
+    words = [list(line.replace(" ", "▁")) for line in lines]
+    characters = sorted({char for word in words for char in word} | {"▁"})
+    found: list[str] = []
+    for _ in range(merges):
+        pairs = Counter(pair for word in words for pair in pairwise(word) if "".join(pair) not in found)
+        if not pairs:
+            break
+        left, right = max(pairs, key=lambda pair: (pairs[pair], pair))
+        found.append(left + right)
+        for word in words:
+            for at in range(len(word) - 2, -1, -1):
+                if word[at : at + 2] == [left, right]:
+                    word[at : at + 2] = [left + right]
+    return [*found, *characters]
+
+
+@pytest.mark.parametrize("space_prefix", [True, False])
+def test_a_sentencepiece_vocabulary_gives_llama_cpps_ids(cache: Path, tmp_path: Path, space_prefix: bool) -> None:
+    pytest.importorskip("llama_cpp")
+    from headrace.worker.engines.llama_api import Vocabulary
+
+    source = Path(__file__).read_text(encoding="utf-8")
+    lines = [line for text in [*TEXTS, source] for line in text.splitlines()]
+    made = write_gguf(tmp_path / "pieces.gguf", **pieces_of(learned(lines, 400)), space_prefix=space_prefix)
+    folder = models.prepare(str(made))
+    assert json.loads((folder.path / "model.json").read_text())["add_bos"]
+    tokenizer, vocabulary = Tokenizer.from_file(folder.tokenizer_json), Vocabulary(made)
+    assert tokenizer.plan == "fast:sentencepiece"
+    more = ["<s>hi</s> <tool>  x", "a   b    c      d", "<unk>", "▁", "▁▁ ▁"]
+    for text in [*TEXTS, *more, source, *random_texts(seed=1, count=1000)]:
+        assert tokenizer.encode(text) == vocabulary.tokenize(text), text[:100]
     vocabulary.close()
 
 

@@ -238,7 +238,7 @@ async def test_up_in_order_and_down_in_order(control: Control) -> None:
     async def probe(address: str, model: str, count: int) -> None:
         probed.append((address, model, count))
 
-    def prepare(source: str, quantization: str, *, weights: bool, progress: Callable[[str, float], None]) -> None:
+    def prepare(source: str, *_: str, weights: bool, progress: Callable[[str, float], None]) -> None:
         progress(f"{source} {quantization} {weights}", 0.5)
 
     boss, recorder = supervisor(control, Plan(any_ports(), workers=2), prepare=prepare, probe=probe)
@@ -353,7 +353,7 @@ async def followed(control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     prepared: list[str] = []
 
-    def prepare(source: str, quantization: str, *, weights: bool, progress: object) -> None:
+    def prepare(source: str, *_: str, weights: bool, progress: object) -> None:
         prepared.append(f"{quantization} {weights}")
 
     plan = Plan(read(), workers=2, log_dir=tmp_path / "logs")
@@ -639,7 +639,7 @@ async def test_a_mesh_without_cache(control: Control) -> None:
 async def test_the_sim_engine_needs_no_weights(control: Control) -> None:
     asked: list[bool] = []
 
-    def prepare(_source: str, _quantization: str, *, weights: bool, progress: object) -> None:
+    def prepare(*_: str, weights: bool, progress: object) -> None:
         asked.append(weights)
 
     boss, recorder = supervisor(control, Plan(any_ports(worker__engine="sim")), prepare=prepare)

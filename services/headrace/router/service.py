@@ -113,10 +113,11 @@ def plane_config(config: Config, sockets: Path) -> str:
     """What the data plane is told, as JSON; the models' folders are prepared on the way. Raises ModelError."""
     settings = dataclasses.asdict(config.router)
     settings["router_id"] = router_id()
-    settings["models"] = [
-        {"name": model.name, "folder": str(models.prepare(model.source, model.quantization, weights=False).path)}
+    folders = {
+        model.name: models.prepare(model.source, model.quantization, model.chat_template, weights=False)
         for model in config.models
-    ]
+    }
+    settings["models"] = [{"name": name, "folder": str(folder.path)} for name, folder in folders.items()]
     settings["aliases"] = [dataclasses.asdict(alias) for alias in config.aliases]
     settings["telemetry"] = dataclasses.asdict(config.telemetry)
     settings["tenants_file"] = config.tenants.file

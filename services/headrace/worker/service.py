@@ -154,7 +154,9 @@ def _prepare(model: ModelConfig, *, needs_weights: bool) -> models.ModelFolder:
             said = phase
             log.info("model %s: %s", model.name, phase)
 
-    return models.prepare(model.source, model.quantization, weights=needs_weights, progress=progress)
+    return models.prepare(
+        model.source, model.quantization, model.chat_template, weights=needs_weights, progress=progress
+    )
 
 
 def _add_doors(server: Service, servicer: WorkerService, folder: models.ModelFolder, config: WorkerConfig) -> None:
