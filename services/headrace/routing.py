@@ -39,6 +39,8 @@ LEAST_EXAMPLES = 50
 FOLDS = 5
 #: Points of the calibration curve.
 MOST_POINTS = 32
+#: A feature counts so many deviations from its mean at most: beyond, nothing was learned.
+REACH = 3.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def train(
     mean, scale = x.mean(axis=0), x.std(axis=0)
     # A feature that never changes says nothing, and must not say much when it does.
     scale[scale < 1e-6] = 1.0
-    x = (x - mean) / scale
+    x = np.clip((x - mean) / scale, -REACH, REACH)
     folds = np.random.default_rng(0).permutation(len(y)) % FOLDS
     unseen = _unseen(x, y, folds, l2)
     weights, bias = fit(x, y, l2)
@@ -120,6 +122,7 @@ def train(
         "features": _gateway.route_feature_names(),
         "mean": _rounded(mean),
         "scale": _rounded(scale),
+        "reach": REACH,
         "weights": _rounded(weights),
         "bias": round(float(bias), 6),
         "isotonic": {"scores": _rounded(scores), "values": _rounded(values)},

@@ -106,6 +106,7 @@ impl<'a> Step<'a> {
                 decoding: outlook.decoding,
                 waiting: outlook.waiting,
                 ahead_ms: outlook.ahead_ms.map(|ahead_ms| ahead_ms as f32),
+                idle_ms: outlook.idle_ms.map(|idle_ms| idle_ms as f32),
                 grantor: grantor.map(|worker| proto::share::Grantor {
                     worker_id: worker.hello.worker_id.to_string(),
                     instance_id: worker.hello.instance_id.to_string(),

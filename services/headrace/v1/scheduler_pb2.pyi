@@ -191,7 +191,7 @@ class PlaceResponse(_message.Message):
     def __init__(self, placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ..., fleet: _Optional[_Union[FleetView, _Mapping]] = ..., shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Share(_message.Message):
-    __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "prefill_ms_per_pair", "placed", "decoding", "waiting", "grantor", "gone", "ask_from_tokens", "ahead_ms")
+    __slots__ = ("number", "worker", "choices", "kv_tokens", "pending_prefill_ms", "prefill_ms_per_token", "prefill_ms_per_pair", "placed", "decoding", "waiting", "grantor", "gone", "ask_from_tokens", "ahead_ms", "idle_ms")
     class Grantor(_message.Message):
         __slots__ = ("worker_id", "instance_id", "address", "pool", "block_tokens")
         WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class Share(_message.Message):
     GONE_FIELD_NUMBER: _ClassVar[int]
     ASK_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AHEAD_MS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_MS_FIELD_NUMBER: _ClassVar[int]
     number: int
     worker: int
     choices: int
@@ -233,7 +234,8 @@ class Share(_message.Message):
     gone: bool
     ask_from_tokens: int
     ahead_ms: float
-    def __init__(self, number: _Optional[int] = ..., worker: _Optional[int] = ..., choices: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pending_prefill_ms: _Optional[float] = ..., prefill_ms_per_token: _Optional[float] = ..., prefill_ms_per_pair: _Optional[float] = ..., placed: _Optional[int] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., grantor: _Optional[_Union[Share.Grantor, _Mapping]] = ..., gone: bool = ..., ask_from_tokens: _Optional[int] = ..., ahead_ms: _Optional[float] = ...) -> None: ...
+    idle_ms: float
+    def __init__(self, number: _Optional[int] = ..., worker: _Optional[int] = ..., choices: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pending_prefill_ms: _Optional[float] = ..., prefill_ms_per_token: _Optional[float] = ..., prefill_ms_per_pair: _Optional[float] = ..., placed: _Optional[int] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., grantor: _Optional[_Union[Share.Grantor, _Mapping]] = ..., gone: bool = ..., ask_from_tokens: _Optional[int] = ..., ahead_ms: _Optional[float] = ..., idle_ms: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("ask", "grant", "queued", "rejected")

@@ -33,6 +33,8 @@ pub struct Outlook {
     pub decoding: u32,
     /// Requests that wait or whose prompt is partly computed.
     pub waiting: u32,
+    /// How long it has been idle; None = it has something to do.
+    pub idle_ms: Option<f64>,
     /// With more work than this waiting there, a prompt has to be asked for: it would not begin at once, and whose turn it
     /// is then is the scheduler's to say. None = no limit.
     pub ahead_ms: Option<f64>,
@@ -115,6 +117,8 @@ struct Held {
     outlook: Outlook,
     /// When it will have computed all prompts that wait.
     idle_at_s: f64,
+    /// Since when it has had nothing to do, as far as is known here; None = it has something.
+    idle_since_s: Option<f64>,
     /// What was placed here and has no first token, of which the scheduler may not have heard: numbers and prompts' work.
     unheard: VecDeque<(u64, f64)>,
     /// Where it stands among those of its pool that lend something.
@@ -154,6 +158,7 @@ impl Holder {
             used: Room::NONE,
             outlook: Outlook::default(),
             idle_at_s: f64::NEG_INFINITY,
+            idle_since_s: None,
             unheard: VecDeque::new(),
             at: None,
         });
@@ -189,6 +194,8 @@ impl Holder {
             held.forget_until(outlook.placed);
             held.outlook = outlook;
             held.outlook.waiting += held.unheard.len() as u32;
+            let since_s = outlook.idle_ms.map(|idle_ms| now_s - idle_ms / 1e3);
+            held.idle_since_s = since_s.filter(|_| held.unheard.is_empty());
             let unheard_ms: f64 = held.unheard.iter().map(|(_, prefill_ms)| prefill_ms).sum();
             held.idle_at_s = now_s + (outlook.pending_prefill_ms + unheard_ms) / 1e3;
         }
@@ -245,8 +252,8 @@ impl Holder {
                 let candidate = Candidate {
                     pending_prefill_ms: held.pending_ms(now_s),
                     prefill_ms: work_ms(hit_tokens),
-                    // How long a worker has been idle is not known here: a copy that costs nothing is the scheduler's to make.
                     copy_ms: copy_ms(work_ms, hit_tokens, most_tokens),
+                    idle_ms: held.idle_since_s.map_or(0.0, |since_s| (now_s - since_s).max(0.0) * 1e3),
                     hit_tokens,
                     decoding: outlook.decoding,
                     waiting: outlook.waiting,
@@ -272,6 +279,7 @@ impl Holder {
         held.used = held.used.plus(wanted.room);
         // Its own placements count at once: what the scheduler says of them comes later.
         held.idle_at_s = now_s + (pending_ms + candidate.prefill_ms) / 1e3;
+        held.idle_since_s = None;
         held.outlook.waiting += 1;
         self.placed += 1;
         held.forget_until(self.heard);
@@ -324,7 +332,7 @@ impl Holder {
     }
 
     /// A request has ended. What was placed on an earlier stream has been announced, and is none of these shares' any more.
-    pub fn give_back(&mut self, taken: Taken) {
+    pub fn give_back(&mut self, now_s: f64, taken: Taken) {
         if taken.stream != self.stream {
             return;
         }
@@ -337,6 +345,10 @@ impl Holder {
                 held.unheard.retain(|&(number, _)| number != taken.number);
                 held.outlook.waiting = held.outlook.waiting.saturating_sub(1);
                 held.idle_at_s -= taken.why.prefill_ms / 1e3;
+            }
+            // What others placed and ended meanwhile makes it a little later: that is not told.
+            if held.outlook.decoding + held.outlook.waiting == 0 {
+                held.idle_since_s = Some(now_s);
             }
         }
     }

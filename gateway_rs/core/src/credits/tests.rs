@@ -162,7 +162,7 @@ impl World {
         let router = self.any_router();
         let own = self.routers.get_mut(&router).expect("it is there");
         if let Some((lease, taken)) = own.running.pop_first() {
-            own.holder.give_back(taken);
+            own.holder.give_back(0.0, taken);
             own.outgoing.push_back(Said::Released(lease));
         } else if let Some((lease, _)) = own.granted.pop_first() {
             own.outgoing.push_back(Said::Released(lease));
@@ -408,13 +408,53 @@ fn the_holder_of_a_prompt_is_preferred_while_it_does_not_pay_to_go_elsewhere() {
     for _ in 0..50 {
         let taken = place(&mut holder);
         assert_eq!((taken.worker, taken.why.hit_tokens, taken.why.waiting), (42, 3000, 0));
-        holder.give_back(taken);
+        holder.give_back(0.0, taken);
     }
     // One prompt after the other, none of which ends: in the end another worker does better, even for the price of a copy.
     let busy: Vec<_> = (0..300).map(|_| place(&mut holder)).collect();
     assert_eq!((busy[0].worker, busy[1].why.hit_tokens), (42, 3199));
     let stays = busy.iter().take_while(|taken| taken.worker == 42).count();
     assert!((20..250).contains(&stays), "{stays}");
+}
+
+#[test]
+fn who_has_been_idle_for_as_long_as_a_copy_takes_may_make_one() {
+    let idle = |idle_ms| Outlook {
+        cost: MS_PER_TOKEN,
+        idle_ms,
+        ..Outlook::default()
+    };
+    let (mut index, avoid) = (PrefixIndex::new(Limits::default(), 1), BTreeSet::new());
+    let blocks: Vec<u64> = (1..=32).collect();
+    // Worker 1 holds most of the prompt, and has much to do.
+    index.store(1, NO_BLOCK, &blocks[..30]);
+    let (mut holder, mut dice) = (holder_of(1..3, idle(None)), StdRng::seed_from_u64(1));
+    let busy = Outlook {
+        decoding: 8,
+        waiting: 2,
+        ..idle(None)
+    };
+    holder.hear(0.0, 1, busy);
+    let mut place = |holder: &mut Holder, now_s: f64| {
+        let wanted = Wanted {
+            blocks: &blocks,
+            ..wanted(3200, ONE, &avoid)
+        };
+        let taken = holder.place(now_s, &wanted, &index, &mut dice).expect("room");
+        let worker = taken.worker;
+        holder.give_back(now_s, taken);
+        worker
+    };
+    // 3,000 tokens computed a second time take 3 s.
+    holder.hear(0.0, 2, idle(Some(1000.0)));
+    assert_eq!(place(&mut holder, 0.0), 1);
+    assert_eq!(place(&mut holder, 0.5), 1);
+    assert_eq!(place(&mut holder, 2.5), 2);
+    // It has just had that to do.
+    assert_eq!(place(&mut holder, 3.0), 1);
+    assert_eq!(place(&mut holder, 6.0), 2);
+    holder.hear(6.0, 2, idle(None));
+    assert_eq!(place(&mut holder, 20.0), 1, "somebody else's work, of unknown end");
 }
 
 #[test]
@@ -466,7 +506,7 @@ fn what_the_scheduler_has_not_heard_of_counts_beside_what_it_says() {
     // Of what happens here nobody need tell.
     holder.begun(&mut first);
     assert_eq!(seen(&place(&mut holder)).1, 1);
-    holder.give_back(first);
+    holder.give_back(0.0, first);
     // It has heard of all four.
     outlook.placed = 4;
     holder.hear(0.0, 1, outlook);

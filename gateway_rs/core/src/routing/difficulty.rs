@@ -28,7 +28,10 @@ pub enum Wrong {
 /// Trained parameters.
 #[derive(Clone, Debug)]
 pub struct Classifier {
-    /// With the features' scale in them.
+    mean: Features,
+    scale: Features,
+    /// How far from the mean a feature counts, in scales.
+    reach: f32,
     weights: Features,
     bias: f32,
     /// Rising scores and what they came to.
@@ -41,9 +44,15 @@ struct File {
     features: Vec<String>,
     mean: Vec<f32>,
     scale: Vec<f32>,
+    #[serde(default = "unlimited")]
+    reach: f32,
     weights: Vec<f32>,
     bias: f32,
     isotonic: Isotonic,
+}
+
+fn unlimited() -> f32 {
+    f32::INFINITY
 }
 
 #[derive(Deserialize)]
@@ -65,9 +74,10 @@ impl Classifier {
         let sized = [&file.mean, &file.scale, &file.weights]
             .iter()
             .all(|row| row.len() == COUNT && row.iter().all(|value| value.is_finite()));
-        if !sized || !file.bias.is_finite() || file.scale.iter().any(|scale| *scale <= 0.0) {
+        let above_0 = |value: &f32| *value > 0.0;
+        if !sized || !file.bias.is_finite() || !file.scale.iter().all(above_0) || !above_0(&file.reach) {
             return Err(Wrong::Numbers(
-                "mean, scale, weights: one finite number for each feature, scales above 0",
+                "mean, scale, weights: one finite number for each feature, scales and reach above 0",
             ));
         }
         let Isotonic { scores, values } = file.isotonic;
@@ -78,15 +88,13 @@ impl Classifier {
                 "isotonic: as many values as scores, both rising, values from 0 to 1",
             ));
         }
-        let mut weights = [0.0; COUNT];
-        let mut bias = file.bias;
-        for (at, weight) in weights.iter_mut().enumerate() {
-            *weight = file.weights[at] / file.scale[at];
-            bias -= *weight * file.mean[at];
-        }
+        let of = |row: Vec<f32>| std::array::from_fn(|at| row[at]);
         Ok(Self {
-            weights,
-            bias,
+            mean: of(file.mean),
+            scale: of(file.scale),
+            reach: file.reach,
+            weights: of(file.weights),
+            bias: file.bias,
             curve: scores.into_iter().zip(values).collect(),
         })
     }
@@ -94,12 +102,9 @@ impl Classifier {
     /// The expected agreement with the best variant's answer, from 0 to 1.
     #[must_use]
     pub fn agreement(&self, features: &Features) -> f32 {
-        let sum: f32 = self
-            .weights
-            .iter()
-            .zip(features)
-            .map(|(weight, value)| weight * value)
-            .sum();
+        // Of prompts unlike all that it was trained on it knows no more than of the last ones like them.
+        let scaled = |at: usize| ((features[at] - self.mean[at]) / self.scale[at]).clamp(-self.reach, self.reach);
+        let sum: f32 = (0..COUNT).map(|at| self.weights[at] * scaled(at)).sum();
         let score = 1.0 / (1.0 + (-(sum + self.bias)).exp());
         let above = self.curve.partition_point(|(known, _)| *known < score);
         match (
@@ -145,6 +150,20 @@ mod tests {
         assert!((at(100.0) - 0.1).abs() < 1e-6);
         let between = at(1.5);
         assert!(between > 0.5 && between < 0.9, "{between}");
+    }
+
+    #[test]
+    fn beyond_its_reach_a_feature_says_no_more() {
+        let classifier = Classifier::parse(&file(|file| file["reach"] = 0.5.into())).unwrap();
+        let at = |length: f32| {
+            let mut row = [2.0; COUNT];
+            row[0] = length;
+            classifier.agreement(&row)
+        };
+        assert!(at(1.8) > at(1.9));
+        assert_eq!(at(1.5), at(-100.0));
+        assert_eq!(at(2.5), at(1e9));
+        assert!(Classifier::parse(&file(|file| file["reach"] = 0.into())).is_err());
     }
 
     #[test]

@@ -291,6 +291,7 @@ impl Core {
             cost: kinds.prompt_cost(worker.kind, worker.pace),
             decoding: worker.decoding(),
             waiting: worker.waiting(),
+            idle_ms: worker.idle_ms(self.now_s),
             ahead_ms: kinds.trusted(worker.kind).then_some(self.policy.dispatch_ahead_s * 1e3),
             ask_from_tokens: if parts {
                 self.policy.disaggregation_min_tokens

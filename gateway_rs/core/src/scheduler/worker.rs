@@ -159,6 +159,11 @@ impl Worker {
         self.held.is_empty() && self.planned == 0
     }
 
+    /// How long it has been idle; None when it has something to do.
+    pub(super) fn idle_ms(&self, now_s: f64) -> Option<f64> {
+        self.is_idle().then(|| (now_s - self.idle_since_s).max(0.0) * 1e3)
+    }
+
     /// It has just lost something that it had to do.
     pub(super) fn note_idle(&mut self, now_s: f64) {
         if self.is_idle() {
@@ -282,11 +287,7 @@ impl Worker {
             pending_prefill_tokens: (pending_prefill_ms / all_ms.max(1e-9) * all_tokens as f64) as u64,
             prefill_ms: work_ms(hit_tokens),
             copy_ms: copy_ms(work_ms, hit_tokens, most_tokens),
-            idle_ms: if self.is_idle() {
-                (now_s - self.idle_since_s).max(0.0) * 1e3
-            } else {
-                0.0
-            },
+            idle_ms: self.idle_ms(now_s).unwrap_or(0.0),
             hit_tokens,
             decoding: self.decoding(),
             waiting: self.waiting(),

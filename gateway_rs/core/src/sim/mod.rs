@@ -669,7 +669,8 @@ impl<'a> Run<'a> {
     fn begin_at(&mut self, number: u32, lease: LeaseId, worker: Link, prefill: Option<(LeaseId, Link)>) {
         let Some(&worker) = self.by_link.get(&worker) else {
             // It is gone, and its router has not heard of it.
-            self.router(number).give_back(number);
+            let now_s = self.now_s;
+        self.router(number).give_back(now_s, number);
             self.plan(self.now_s + RETRY_S, What::Ask(number));
             return;
         };
@@ -936,7 +937,8 @@ impl<'a> Run<'a> {
             decode_s: record.decode_s().unwrap_or(0.0),
         };
         let link = self.link(number);
-        self.router(number).give_back(number);
+        let now_s = self.now_s;
+        self.router(number).give_back(now_s, number);
         self.say(Event::Released { link, lease, books });
     }
 
@@ -997,7 +999,7 @@ impl<'a> Run<'a> {
             }
             let progress = &mut self.progress[request as usize];
             progress.said += said;
-            self.routers[progress.router as usize].give_back(request);
+            self.routers[progress.router as usize].give_back(self.now_s, request);
             self.by_lease.remove(&progress.lease);
             self.records[request as usize].attempts += 1;
             self.plan(self.now_s + RETRY_S, What::Ask(request));

@@ -65,9 +65,9 @@ impl Router {
     }
 
     /// A request has ended, or is given up there.
-    pub fn give_back(&mut self, request: u32) {
+    pub fn give_back(&mut self, now_s: f64, request: u32) {
         if let Some(taken) = self.taken.remove(&request) {
-            self.holder.give_back(taken);
+            self.holder.give_back(now_s, taken);
         }
     }
 

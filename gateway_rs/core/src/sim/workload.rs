@@ -249,20 +249,29 @@ fn stamp_s(text: &str) -> Option<f64> {
     Some(days as f64 * 86_400.0 + hours * 3600.0 + minutes * 60.0 + seconds)
 }
 
-/// What all arrivals are a multiple of, when it is a second or more.
+/// Stamps that should be the same differ by so much, in traces that were quantised by a clock.
+const STAMP_SLACK_S: f64 = 0.01;
+
+/// What all arrivals are a multiple of, nearly, when it is a second or more; 0 otherwise. `requests` in any order.
 fn quantum_s(requests: &[Request]) -> f64 {
-    let mut divisor = 0_u64;
-    for request in requests {
-        let mut left = (request.arrival_s * 1000.0) as u64;
-        while left > 0 {
-            (divisor, left) = (left, divisor % left);
-        }
-    }
-    if divisor >= 1000 {
-        divisor as f64 / 1000.0
-    } else {
-        0.0
-    }
+    let mut stamps: Vec<f64> = requests.iter().map(|request| request.arrival_s).collect();
+    stamps.sort_unstable_by(f64::total_cmp);
+    stamps.dedup_by(|later, earlier| *later - *earlier <= STAMP_SLACK_S);
+    let (Some(&first), Some(&last)) = (stamps.first(), stamps.last()) else {
+        return 0.0;
+    };
+    let mut gaps: Vec<f64> = stamps.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    gaps.sort_unstable_by(f64::total_cmp);
+    // The most usual gap, where most quanta have an arrival; the least, where many have none.
+    let candidates = [gaps.get(gaps.len() / 2), gaps.first()].into_iter().flatten();
+    let fitting = candidates.map(|&gap_s| (last - first) / ((last - first) / gap_s).round());
+    let is_quantum = |&quantum_s: &f64| {
+        let off_s = |stamp: f64| (stamp - first) - ((stamp - first) / quantum_s).round() * quantum_s;
+        quantum_s >= 1.0 && stamps.iter().all(|&stamp| off_s(stamp).abs() <= STAMP_SLACK_S)
+    };
+    // To the millisecond that stamps are told in.
+    let found = fitting.into_iter().find(is_quantum);
+    found.map_or(0.0, |quantum_s| (quantum_s * 1e3).round() / 1e3)
 }
 
 /// One client of a ServeGen pool: the text of its two files.
@@ -561,6 +570,21 @@ impl Synthetic {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn stamps_of_a_quantum_may_be_off_by_some_milliseconds() {
+        let quantum = |stamps_ms: &[u64]| {
+            let row = |ms: &u64| format!(r#"{{"timestamp": {ms}, "input_length": 1, "output_length": 1, "hash_ids": []}}"#);
+            let text: Vec<String> = stamps_ms.iter().map(row).collect();
+            Workload::mooncake(&text.join("\n")).expect("readable").quantum_s
+        };
+        assert_eq!(quantum(&[0, 0, 3000, 5999, 6000, 9001, 12003, 14999]), 3.0);
+        // Not every quantum has an arrival.
+        assert_eq!(quantum(&[0, 6000, 9000, 15_001, 21_000]), 3.0);
+        assert_eq!(quantum(&[0, 0, 3000, 5900, 6000]), 0.0);
+        assert_eq!(quantum(&[0, 40, 277, 471, 529, 2469]), 0.0);
+        assert_eq!((quantum(&[7, 7]), quantum(&[5])), (0.0, 0.0));
+    }
 
     #[test]
     fn mooncake_rows_become_requests() {

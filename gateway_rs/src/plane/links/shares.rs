@@ -82,6 +82,7 @@ impl Shares {
             decoding: share.decoding,
             waiting: share.waiting,
             ahead_ms: share.ahead_ms.map(f64::from),
+            idle_ms: share.idle_ms.map(f64::from),
             ask_from_tokens: share.ask_from_tokens,
             placed: share.placed,
         };
@@ -155,6 +156,6 @@ impl Shares {
 
     /// A request that was placed here has ended.
     pub fn give_back(&mut self, taken: Taken) {
-        self.holder.give_back(taken);
+        self.holder.give_back(self.now_s(), taken);
     }
 }

@@ -201,7 +201,7 @@ impl World {
             return;
         };
         if let Some(taken) = taken {
-            router.holder.give_back(taken);
+            router.holder.give_back(self.now_s, taken);
         }
         router.outgoing.push_back(Event::Released {
             link: router.link,
