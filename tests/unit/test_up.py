@@ -238,7 +238,7 @@ async def test_up_in_order_and_down_in_order(control: Control) -> None:
     async def probe(address: str, model: str, count: int) -> None:
         probed.append((address, model, count))
 
-    def prepare(source: str, *_: str, weights: bool, progress: Callable[[str, float], None]) -> None:
+    def prepare(source: str, quantization: str, *_: str, weights: bool, progress: Callable[[str, float], None]) -> None:
         progress(f"{source} {quantization} {weights}", 0.5)
 
     boss, recorder = supervisor(control, Plan(any_ports(), workers=2), prepare=prepare, probe=probe)
@@ -353,7 +353,7 @@ async def followed(control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     prepared: list[str] = []
 
-    def prepare(source: str, *_: str, weights: bool, progress: object) -> None:
+    def prepare(source: str, quantization: str, *_: str, weights: bool, progress: object) -> None:
         prepared.append(f"{quantization} {weights}")
 
     plan = Plan(read(), workers=2, log_dir=tmp_path / "logs")
