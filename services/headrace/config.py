@@ -268,7 +268,7 @@ class SchedulerConfig:
     dispatch_ahead_s: float = setting(
         # Enough to hide the round trip and a step; what waits here can still be put in order, and moved.
         0.1,
-        "a worker gets the next prompt when the ones it has need no longer than this",
+        "a worker gets the next prompt when the ones it has need no longer than this, or than filling a step takes",
         minimum=0.0,
     )
     shed: bool = setting(

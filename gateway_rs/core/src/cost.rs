@@ -733,7 +733,11 @@ mod tests {
             for seen in 0..200 {
                 let shape = any_shape(&mut rng);
                 // What a busy machine adds, and a stall now and then, from the first steps on.
-                let added_ms = if seen % 10 == 3 { 100.0 } else { rng.random_range(0.0..1.0) };
+                let added_ms = if seen % 10 == 3 {
+                    100.0
+                } else {
+                    rng.random_range(0.0..1.0)
+                };
                 model.observe(&shape, truth(&shape) + scale * added_ms);
             }
             assert!(model.trusted(), "{scale}");

@@ -253,7 +253,9 @@ impl Holder {
                     pending_prefill_ms: held.pending_ms(now_s),
                     prefill_ms: work_ms(hit_tokens),
                     copy_ms: copy_ms(work_ms, hit_tokens, most_tokens),
-                    idle_ms: held.idle_since_s.map_or(0.0, |since_s| (now_s - since_s).max(0.0) * 1e3),
+                    idle_ms: held
+                        .idle_since_s
+                        .map_or(0.0, |since_s| (now_s - since_s).max(0.0) * 1e3),
                     hit_tokens,
                     decoding: outlook.decoding,
                     waiting: outlook.waiting,

@@ -292,7 +292,7 @@ impl Core {
             decoding: worker.decoding(),
             waiting: worker.waiting(),
             idle_ms: worker.idle_ms(self.now_s),
-            ahead_ms: kinds.trusted(worker.kind).then_some(self.policy.dispatch_ahead_s * 1e3),
+            ahead_ms: kinds.trusted(worker.kind).then(|| self.ahead_ms(worker)),
             ask_from_tokens: if parts {
                 self.policy.disaggregation_min_tokens
             } else {
@@ -361,7 +361,8 @@ fn is_news(told: &Outlook, ago_s: f64, now: &Outlook) -> bool {
     let grain_ms = now.cost.prefill_ms(128, 0);
     differs(told_pending_ms, now.pending_prefill_ms, grain_ms)
         || differs(factor(told), factor(now), 0.0)
-        || told.ahead_ms != now.ahead_ms
+        || told.ahead_ms.is_some() != now.ahead_ms.is_some()
+        || differs(told.ahead_ms.unwrap_or(0.0), now.ahead_ms.unwrap_or(0.0), 0.0)
         || differs(told.cost.token_ms, now.cost.token_ms, 0.0)
         || differs(told.cost.pair_ms, now.cost.pair_ms, 0.0)
         || told.ask_from_tokens != now.ask_from_tokens

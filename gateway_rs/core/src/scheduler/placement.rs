@@ -13,6 +13,7 @@ use super::{
     preemption::MAX_PREEMPTED,
     queue::{Place, Plan},
     search::Choice,
+    worker::Worker,
 };
 use crate::index::marks;
 
@@ -92,10 +93,18 @@ impl Core {
         let (Some(worker), Some(waiting)) = (self.fleet.workers.get(&link), self.queue.get(place)) else {
             return false;
         };
-        let ahead_ms = self.policy.dispatch_ahead_s * 1e3;
+        let ahead_ms = self.ahead_ms(worker);
         self.fleet.kinds.trusted(worker.kind)
             && worker.fed_ms(self.now_s) > ahead_ms
             && worker.before_ms(self.now_s, waiting.urgency(), &self.fleet.leases) > ahead_ms
+    }
+
+    /// A worker is given the next prompt when what it has to compute takes no longer than this. A slow one gets what fills
+    /// its steps: several short prompts in one take less than each in its own.
+    pub(super) fn ahead_ms(&self, worker: &Worker) -> f64 {
+        let chunk_tokens = worker.chunk_tokens.unwrap_or(self.policy.chunk_tokens[0]);
+        let chunk_ms = self.fleet.kinds.prefill_ms(worker.kind, worker.pace, chunk_tokens, 0);
+        chunk_ms.max(self.policy.dispatch_ahead_s * 1e3)
     }
 
     /// Whether a worker's pool has been given its share of prefill, as far as predictions can be trusted.
@@ -129,7 +138,7 @@ impl Core {
             self.close_gate(link);
             return;
         };
-        let mut gate_s = worker.fed_until_s(self.policy.dispatch_ahead_s * 1e3);
+        let mut gate_s = worker.fed_until_s(self.ahead_ms(worker));
         if self.policy.prefill_share > 0.0 {
             let ready = self
                 .fleet

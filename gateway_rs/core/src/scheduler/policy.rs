@@ -30,7 +30,7 @@ pub struct Policy {
     pub ttft_target_s: [f64; 3],
     /// Between tokens after the first, for each class; asks may say otherwise.
     pub tpot_target_s: [f64; 3],
-    /// A worker is given the next prompt when the ones that it has need no more than this.
+    /// A worker is given the next prompt when the ones that it has need no more than this, or than filling a step takes.
     pub dispatch_ahead_s: f64,
     /// What was never started and cannot meet its own deadline or target any more is refused instead of served late.
     pub shed: bool,

@@ -670,7 +670,7 @@ impl<'a> Run<'a> {
         let Some(&worker) = self.by_link.get(&worker) else {
             // It is gone, and its router has not heard of it.
             let now_s = self.now_s;
-        self.router(number).give_back(now_s, number);
+            self.router(number).give_back(now_s, number);
             self.plan(self.now_s + RETRY_S, What::Ask(number));
             return;
         };

@@ -574,7 +574,8 @@ mod tests {
     #[test]
     fn stamps_of_a_quantum_may_be_off_by_some_milliseconds() {
         let quantum = |stamps_ms: &[u64]| {
-            let row = |ms: &u64| format!(r#"{{"timestamp": {ms}, "input_length": 1, "output_length": 1, "hash_ids": []}}"#);
+            let row =
+                |ms: &u64| format!(r#"{{"timestamp": {ms}, "input_length": 1, "output_length": 1, "hash_ids": []}}"#);
             let text: Vec<String> = stamps_ms.iter().map(row).collect();
             Workload::mooncake(&text.join("\n")).expect("readable").quantum_s
         };
