@@ -64,8 +64,9 @@ def ask(address: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def bits_per_byte(address: str, model: str, text: str) -> float:
-    answer = ask(address, {"model": model, "prompt": text, "echo": True, "max_tokens": 0, "logprobs": 0})
-    logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+    answer = ask(address, {"model": model, "prompt": text, "echo": True, "max_tokens": 1, "logprobs": 0})
+    # The last is the answer's.
+    logprobs = answer["choices"][0]["logprobs"]["token_logprobs"][:-1]
     return -sum(each for each in logprobs if each is not None) / math.log(2) / len(text.encode())
 
 

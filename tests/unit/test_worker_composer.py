@@ -921,6 +921,25 @@ def test_batch_work_does_not_stand_still_for_ever() -> None:
         assert waited <= YIELD_S / 0.2 + 1
 
 
+def test_batch_prompts_go_slower_beside_others_who_decode() -> None:
+    world = World(limits(chunk_tokens=8, idle_chunk_tokens=16))
+    world.composer.batch_chunk_tokens = 3
+    world.submit(request(1, "other", max_tokens=6))
+    world.step()
+    for key in (2, 3):
+        world.submit(request(key, f"a batch prompt, {key}", max_tokens=2, class_=BATCH))
+    counts = []
+    while not world.answers.get((1, 0)) or len(world.answers[1, 0]) < 6:
+        step = world.step()
+        if 1 in in_step(step):
+            counts.append([chunk.count for chunk in step.chunks])
+    assert counts == [[3]] * len(counts) and len(counts) > 2, counts
+    # Among themselves they take what a step has.
+    assert sum(chunk.count for chunk in world.step().chunks) > 3
+    world.run()
+    assert {key: len(ids) for (key, _), ids in world.answers.items()} == {1: 6, 2: 2, 3: 2}
+
+
 @pytest.mark.parametrize("bound", [{"slots": 2}, {"kv_blocks": 8}])
 def test_the_youngest_batch_work_is_put_back_for_others(bound: dict[str, int]) -> None:
     world = World(limits(**bound))

@@ -177,9 +177,11 @@ impl<'a> Step<'a> {
             Action::SetChunk {
                 link,
                 chunk_tokens,
+                batch_chunk_tokens,
                 pair_tokens,
             } => {
                 let limits = proto::SetLimits {
+                    batch_chunk_tokens,
                     chunk_tokens: Some(chunk_tokens),
                     slots: None,
                     pair_tokens: pair_tokens as f32,

@@ -265,6 +265,8 @@ class Composer:
         self.chunk_tokens = limits.chunk_tokens
         #: How many prompt tokens take as long as one pair of tokens in attention, as the scheduler has learned.
         self.pair_tokens = 0.0
+        #: Prompt tokens of batch work in a step in which others decode.
+        self.batch_chunk_tokens = limits.chunk_tokens
         self.kv = KvAccounts(
             limits.kv_blocks,
             limits.block_tokens,
@@ -425,7 +427,10 @@ class Composer:
             for place in range(len(decodes)):
                 outputs.append(output)
                 output += 1 + len(drafts.get(place, ()))
-        chunks = self._chunks(self._budget(len(decodes), beginning), output, rows, outputs, now, still=still)
+        others = any(not _is_batch(sequence) for sequence in decodes)
+        batch_most = self.batch_chunk_tokens if others else self.limits.idle_chunk_tokens
+        budget = self._budget(len(decodes), beginning)
+        chunks = self._chunks(budget, output, rows, outputs, now, 0 if still else batch_most)
         prefill, yields = 0, not owed
         for chunk in chunks:
             prefill += chunk.count
@@ -657,21 +662,21 @@ class Composer:
         return StepBudget(self.chunk_tokens, own, idle, self.pair_tokens, decoding, beginning)
 
     def _chunks(
-        self, budget: StepBudget, output: int, rows: list[Sequence], outputs: list[int], now: float, *, still: bool
+        self, budget: StepBudget, output: int, rows: list[Sequence], outputs: list[int], now: float, batch_left: int
     ) -> list[Chunk]:
         """Parts of prompts for this step, in order: of those begun, and of those that wait, while there is room.
-        ``still``: none of batch work."""
+        ``batch_left``: how much of batch work."""
         chunks: list[Chunk] = []
         # Of those seated now: a fork takes its place among the running, and its prompt is not to be computed.
         begun = [
             sequence
             for sequence in self._running
-            if sequence.lane is not None and not sequence.prefilled and not (still and _is_batch(sequence))
+            if sequence.lane is not None and not sequence.prefilled and (batch_left > 0 or not _is_batch(sequence))
         ]
         at, can_begin = 0, True
         while budget.open:
             sequence = begun[at] if at < len(begun) else None
-            waits = can_begin and bool(self._waiting) and not (still and _is_batch(self._waiting[0]))
+            waits = can_begin and bool(self._waiting) and (batch_left > 0 or not _is_batch(self._waiting[0]))
             if waits and (sequence is None or self._waiting[0].order < sequence.order):
                 newcomer = self._admit(now)
                 if newcomer is None:
@@ -683,7 +688,11 @@ class Composer:
                 at += 1
             if sequence is None:
                 break
-            output = self._chunk(sequence, budget, output, chunks, rows, outputs, now)
+            if not _is_batch(sequence):
+                output = self._chunk(sequence, budget, output, chunks, rows, outputs, now)
+            elif batch_left > 0:
+                output = self._chunk(sequence, budget, output, chunks, rows, outputs, now, batch_left)
+                batch_left -= chunks[-1].count
         return chunks
 
     def _chunk(
@@ -695,6 +704,7 @@ class Composer:
         rows: list[Sequence],
         outputs: list[int],
         now: float,
+        most: int | None = None,
     ) -> int:
         """Adds the next part of that prompt; returns how many outputs the step has with it."""
         lane, state = sequence.lane, sequence.state
@@ -704,7 +714,8 @@ class Composer:
             there = self.kv.advance(lane, sequence.ids, sequence.computed)
             self._count_cached(sequence, there - sequence.computed)
             sequence.computed = there
-        count = budget.take(len(sequence.ids) - sequence.computed, sequence.computed)
+        left = len(sequence.ids) - sequence.computed
+        count = budget.take(left if most is None else min(left, most), sequence.computed)
         last = sequence.computed + count == len(sequence.ids)
         chunk = Chunk(sequence, lane, sequence.computed, count, last, all_logits)
         chunks.append(chunk)

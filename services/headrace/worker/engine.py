@@ -260,9 +260,12 @@ class Engine(Protocol):
     def go_on(self, key: int) -> None:
         """It goes on, if it was put aside."""
 
-    def set_limits(self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0) -> None:
+    def set_limits(
+        self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0, batch_chunk_tokens: int = 0
+    ) -> None:
         """From the next iteration on. ``chunk_tokens`` at the beginning of a prompt; farther in, as many as take as
-        long when each pair of tokens in attention takes as long as ``pair_tokens`` of a prompt."""
+        long when each pair of tokens in attention takes as long as ``pair_tokens`` of a prompt. Of these at most
+        ``batch_chunk_tokens`` are of batch work while others decode; 0 = as many."""
 
     def load(self) -> worker_pb2.Load:
         """As of a moment ago; exact when idle. ``state`` and ``steps`` are left empty."""

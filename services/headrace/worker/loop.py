@@ -88,6 +88,7 @@ class _SetLimits:
     chunk_tokens: int | None
     slots: int | None
     pair_tokens: float
+    batch_chunk_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +284,11 @@ class BatchLoop:
         """See ``Engine.go_on``."""
         self._post(_GoOn(key))
 
-    def set_limits(self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0) -> None:
+    def set_limits(
+        self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0, batch_chunk_tokens: int = 0
+    ) -> None:
         """See ``Engine.set_limits``."""
-        self._post(_SetLimits(chunk_tokens, slots, pair_tokens))
+        self._post(_SetLimits(chunk_tokens, slots, pair_tokens, batch_chunk_tokens))
 
     def load(self) -> worker_pb2.Load:
         """See ``Engine.load``."""
@@ -366,6 +369,7 @@ class BatchLoop:
                 if command.chunk_tokens:
                     composer.chunk_tokens = min(command.chunk_tokens, limits.idle_chunk_tokens)
                     composer.pair_tokens = command.pair_tokens
+                    composer.batch_chunk_tokens = command.batch_chunk_tokens or composer.chunk_tokens
                 if command.slots:
                     composer.slots = min(command.slots, limits.slots)
         while self._questions:

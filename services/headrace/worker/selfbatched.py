@@ -337,7 +337,9 @@ class SelfBatched:
                 self._enqueue(sequence)
         self._admit()
 
-    def set_limits(self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0) -> None:
+    def set_limits(
+        self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0, batch_chunk_tokens: int = 0
+    ) -> None:
         """See ``Engine.set_limits``. Prompts are cut by the engine, whose step is fixed when it is built."""
         if slots:
             self._slots = min(slots, self._room.slots)

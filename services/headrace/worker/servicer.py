@@ -347,6 +347,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     limits.chunk_tokens if limits.HasField("chunk_tokens") else None,
                     limits.slots if limits.HasField("slots") else None,
                     limits.pair_tokens,
+                    limits.batch_chunk_tokens,
                 )
             case "preempt":
                 for open_ in self._of_lease(command.preempt.lease):

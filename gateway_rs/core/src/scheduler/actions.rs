@@ -107,6 +107,8 @@ pub enum Action {
         link: Link,
         /// Tokens.
         chunk_tokens: u32,
+        /// Of them, those of batch prompts beside others' decoding.
+        batch_chunk_tokens: u32,
         /// How many of them take as long as one pair of tokens in attention.
         pair_tokens: f64,
     },

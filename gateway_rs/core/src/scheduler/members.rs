@@ -19,6 +19,12 @@ use crate::{budgets::Booking, cost::Shape};
 /// Prompts are cut so that a step stays within this share of the time between tokens.
 const CHUNK_SHARE: f64 = 0.9;
 
+/// And those of batch work beside others within this share of that, so that newcomers are not held up by it either.
+const BATCH_SHARE: f64 = 0.5;
+
+/// Batch prompts beside others go on by so many tokens a step at least.
+const BATCH_FLOOR_TOKENS: u32 = 16;
+
 /// A pace of reports that differs by no more than this factor from the one that a worker was told is no news.
 const PACE_GRAIN: f64 = 1.25;
 
@@ -364,15 +370,21 @@ impl Core {
         let target_ms = CHUNK_SHARE * 1e3 * worker.held.tpot_target_s().unwrap_or(f64::INFINITY);
         let step = Shape::decode(decoding, worker.load.context_tokens);
         let kinds = &self.fleet.kinds;
-        let Some(chunk) = kinds.chunk_tokens(worker.kind, worker.pace, &step, target_ms, floor.min(most), most) else {
+        let within = |target_ms, floor| kinds.chunk_tokens(worker.kind, worker.pace, &step, target_ms, floor, most);
+        let Some(chunk) = within(target_ms, floor.min(most)) else {
             return;
         };
-        let before = f64::from(worker.chunk_tokens.unwrap_or(0));
-        if (f64::from(chunk) - before).abs() > 0.1 * before {
-            worker.chunk_tokens = Some(chunk);
+        // The floor is for those whose first token waits; batch work is not worth anybody's pace.
+        let batch_chunk =
+            within(BATCH_SHARE * target_ms, BATCH_FLOOR_TOKENS.min(most)).map_or(chunk, |own| own.min(chunk));
+        let differs = |told: u32, now: u32| (f64::from(now) - f64::from(told)).abs() > 0.1 * f64::from(told);
+        let (told, batch_told) = (worker.chunk_tokens.unwrap_or(0), worker.batch_chunk_tokens);
+        if differs(told, chunk) || differs(batch_told, batch_chunk) {
+            (worker.chunk_tokens, worker.batch_chunk_tokens) = (Some(chunk), batch_chunk);
             self.actions.push(Action::SetChunk {
                 link,
                 chunk_tokens: chunk,
+                batch_chunk_tokens: batch_chunk,
                 pair_tokens: kinds.pair_tokens(worker.kind),
             });
         }

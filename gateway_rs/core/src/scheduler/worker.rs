@@ -43,6 +43,8 @@ pub struct Worker {
     pub reserved_for: Option<u64>,
     /// Prompt tokens in a step beside decoding, as it was last told.
     pub chunk_tokens: Option<u32>,
+    /// And of batch prompts beside others.
+    pub batch_chunk_tokens: u32,
     /// What its steps cost.
     pub kind: KindId,
     /// How it differs from its kind.
@@ -103,6 +105,7 @@ impl Worker {
             promised: Room::NONE,
             reserved_for: None,
             chunk_tokens: None,
+            batch_chunk_tokens: 0,
             kind,
             pace: Pace::default(),
             drift: Drift::default(),

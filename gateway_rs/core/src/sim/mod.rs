@@ -708,6 +708,7 @@ impl<'a> Run<'a> {
                 link,
                 chunk_tokens,
                 pair_tokens,
+                ..
             } => {
                 if let Some(&worker) = self.by_link.get(&link) {
                     self.workers[worker as usize]

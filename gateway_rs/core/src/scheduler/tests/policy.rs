@@ -221,17 +221,23 @@ fn the_chunk_keeps_the_step_within_the_target() {
     bench.run_all("ask 1 tpot=0.2\nprogress 1");
     let chunk = |actions: &[Action]| {
         let of = |action: &Action| match action {
-            Action::SetChunk { chunk_tokens, .. } => Some(*chunk_tokens),
+            Action::SetChunk {
+                chunk_tokens,
+                batch_chunk_tokens,
+                ..
+            } => Some((*chunk_tokens, *batch_chunk_tokens)),
             _ => None,
         };
         actions.iter().filter_map(of).next_back()
     };
     // 0.9 times 200 ms, less 5 ms for the step and 1 ms for the one that decodes.
-    let told = chunk(&bench.run("report A")).unwrap();
+    let (told, batch) = chunk(&bench.run("report A")).unwrap();
     assert!((165..=180).contains(&told), "{told}");
+    // Batch prompts leave half of that to whoever comes.
+    assert!((80..=90).contains(&batch), "{batch}");
     assert_eq!(chunk(&bench.run("report A")), None, "once");
     bench.run_all("ask 2 tpot=0.01\nprogress 2");
-    assert_eq!(chunk(&bench.run("report A")), Some(128), "the floor");
+    assert_eq!(chunk(&bench.run("report A")), Some((128, 16)), "the floors");
 }
 
 // Placement.
