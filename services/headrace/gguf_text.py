@@ -192,6 +192,8 @@ def sentencepiece_document(pieces: list[Piece], style: str) -> dict[str, object]
     texts = {text for text, _, _ in pieces}
     if any(f"<0x{byte:02X}>" not in texts for byte in range(256)):
         raise ValueError("its SentencePiece vocabulary has no piece for each byte")
+    if any("\0" in text for text in texts):
+        raise ValueError("its SentencePiece vocabulary has a piece with a NUL, where llama.cpp takes it to end")
     missing = sorted({char for text, _, kind in pieces if kind == NORMAL for char in text if char not in texts})
     if missing:
         raise ValueError(f"its SentencePiece vocabulary has pieces of characters that are none: {missing[:5]}")

@@ -200,6 +200,7 @@ def test_another_file_under_the_same_name_is_another_model(cache: Path, tmp_path
         ({"model": "t5"}, "'t5' is not supported"),
         ({"model": "llama"}, "6 pieces have 0 scores"),
         ({"model": "llama", "scores": [0.0] * 6}, "no piece for each byte"),
+        (pieces_of(["\0"]), "a NUL"),
         (pieces_of(["ab"]), r"characters that are none: \['a', 'b'\]"),
         (pieces_of(["a", "b", "ab", "ba"], score=lambda at: 0.0), "'ab' and 'ba' have the same score"),
         ({"context": 0}, "context_length"),
@@ -346,7 +347,7 @@ def test_a_sentencepiece_vocabulary_gives_llama_cpps_ids(cache: Path, tmp_path: 
     from headrace.worker.engines.llama_api import Vocabulary
 
     source = Path(__file__).read_text(encoding="utf-8")
-    lines = [line for text in [*TEXTS, source] for line in text.splitlines()]
+    lines = [line for text in [*TEXTS, source] for line in text.replace("\0", "").splitlines()]
     made = write_gguf(tmp_path / "pieces.gguf", **pieces_of(learned(lines, 400)), space_prefix=space_prefix)
     folder = models.prepare(str(made))
     assert json.loads((folder.path / "model.json").read_text())["add_bos"]
