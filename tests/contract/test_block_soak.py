@@ -192,7 +192,8 @@ async def test_at_rest_the_index_is_what_workers_hold(slow: bool) -> None:
             while not worker.composer.idle:
                 worker.step()
         truth = {worker.instance_id: worker.holds() for worker in world.workers}
-        assert all(truth.values()) or rounds < 100, f"seed {seed}: nothing is held"
+        # One that was killed last may hold nothing yet.
+        assert any(truth.values()), f"seed {seed}: nothing is held"
         assert all(len(worker.log) == len(truth[worker.instance_id]) for worker in world.workers), f"seed {seed}"
         truth = {instance: blocks for instance, blocks in truth.items() if blocks}
 
