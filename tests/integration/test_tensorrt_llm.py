@@ -39,7 +39,8 @@ async def test_chats_come_to_their_end_and_reuse_what_was_said(mesh: Mesh) -> No
         await lab.sees("toy-roles", 1)
         texts = set()
         for mode in MODES:
-            answer = await lab.ask("x" * 60, {"max_tokens": 12}, mode=mode)
+            # Seeded: even this model draws another id than its likeliest now and then.
+            answer = await lab.ask("x" * 60, {"max_tokens": 12, "seed": 5}, mode=mode)
             assert answer.finishes == {0: "length"}
             assert answer.usage is not None
             assert answer.usage[1] == 12
