@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.errors import ModelError
 
-#: The same numbers as a GGUF's ``general.file_type`` tells them, for naming what was shipped.
+#: Weight formats by the numbers of ``general.file_type``, for naming what was shipped.
 _FTYPE_NAMES = {
     0: "F32",
     1: "F16",

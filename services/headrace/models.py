@@ -112,17 +112,14 @@ def _with_template(path: Path, template: Path, report: Progress) -> Path:
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"chat template {template} for the model folder {path}: {error}") from error
     digest = hashlib.sha256("\0".join(identity).encode() + b"\0" + text).hexdigest()
-    target = _cache_root() / f"{path.name}-{digest[:12]}"
-    if not (target / "model.json").is_file():
-        with _lock(target, report), tempfile.TemporaryDirectory(dir=target.parent) as made:
-            (Path(made) / _TEMPLATE).write_bytes(text)
-            for each in path.iterdir():
-                if each.name != _TEMPLATE:
-                    (Path(made) / each.name).symlink_to(each.resolve())
-            if not target.exists():
-                # Readable by others, which a temporary directory is not.
-                shutil.copytree(made, target, symlinks=True)
-    return target
+
+    def fill(made: Path) -> None:
+        (made / _TEMPLATE).write_bytes(text)
+        for each in path.iterdir():
+            if each.name != _TEMPLATE:
+                (made / each.name).symlink_to(each.resolve())
+
+    return _once(_cache_root() / f"{path.name}-{digest[:12]}", fill, report)
 
 
 def _folder_of(gguf: Path, quantization: str, report: Progress) -> Path:
@@ -137,20 +134,29 @@ def _folder_of(gguf: Path, quantization: str, report: Progress) -> Path:
 
 def _text_of_checkpoint(checkpoint: Path, report: Progress) -> Path:
     """A model folder without weights, from a checkpoint's own descriptions; made where it is missing."""
-    target = _cache_root() / _folder_name(checkpoint / "config.json", "text").replace("config", checkpoint.name, 1)
+
+    def fill(made: Path) -> None:
+        try:
+            facts, template = _checkpoint_facts(checkpoint)
+            shutil.copyfile(checkpoint / "tokenizer.json", made / "tokenizer.json")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"checkpoint {checkpoint}: {error!r}") from error
+        if template is not None:
+            (made / _TEMPLATE).write_bytes(template.encode())
+        (made / "model.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    name = _folder_name(checkpoint / "config.json", "text").replace("config", checkpoint.name, 1)
+    return _once(_cache_root() / name, fill, report)
+
+
+def _once(target: Path, fill: Callable[[Path], None], report: Progress) -> Path:
+    """That folder, filled by whoever finds it missing first; it appears whole."""
     if not (target / "model.json").is_file():
         with _lock(target, report), tempfile.TemporaryDirectory(dir=target.parent) as made:
-            try:
-                facts, template = _checkpoint_facts(checkpoint)
-                shutil.copyfile(checkpoint / "tokenizer.json", Path(made) / "tokenizer.json")
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ModelError(f"checkpoint {checkpoint}: {error!r}") from error
-            if template is not None:
-                (Path(made) / _TEMPLATE).write_bytes(template.encode())
-            (Path(made) / "model.json").write_text(json.dumps(facts), encoding="utf-8")
+            fill(Path(made))
             if not target.exists():
                 # Readable by others, which a temporary directory is not.
-                shutil.copytree(made, target)
+                shutil.copytree(made, target, symlinks=True)
     return target
 
 
