@@ -668,11 +668,7 @@ class Composer:
         ``batch_left``: how much of batch work."""
         chunks: list[Chunk] = []
         # Of those seated now: a fork takes its place among the running, and its prompt is not to be computed.
-        begun = [
-            sequence
-            for sequence in self._running
-            if sequence.lane is not None and not sequence.prefilled and (batch_left > 0 or not _is_batch(sequence))
-        ]
+        begun = [sequence for sequence in self._running if sequence.lane is not None and not sequence.prefilled]
         at, can_begin = 0, True
         while budget.open:
             sequence = begun[at] if at < len(begun) else None
@@ -688,10 +684,11 @@ class Composer:
                 at += 1
             if sequence is None:
                 break
-            if not _is_batch(sequence):
-                output = self._chunk(sequence, budget, output, chunks, rows, outputs, now)
-            elif batch_left > 0:
-                output = self._chunk(sequence, budget, output, chunks, rows, outputs, now, batch_left)
+            batch = _is_batch(sequence)
+            if batch and batch_left <= 0:
+                continue
+            output = self._chunk(sequence, budget, output, chunks, rows, outputs, now, batch_left if batch else None)
+            if batch:
                 batch_left -= chunks[-1].count
         return chunks
 
