@@ -35,7 +35,7 @@ PROMPT = list(range(100, 202))
 BLOCKS = 25
 #: A step of a chunk of 16 tokens takes 20 ms.
 SLOW_PROMPTS = Timing(prefill_tokens_per_s=800.0, step_s=0.0005, step_s_per_sequence=0.0)
-#: One of 32 takes more than a second.
+#: The whole of a prompt takes four seconds.
 LONG = Timing(prefill_tokens_per_s=25.0, step_s=0.0005, step_s_per_sequence=0.0)
 
 
@@ -207,7 +207,8 @@ async def test_a_prompt_that_is_given_up_ends_the_taking() -> None:
         await eventually(lambda: _taken(one), "it is being taken", PATIENCE_S)
         await router.send(cancels=[worker_pb2.Cancel(request=1, epoch=1)])
         assert await reading == grpc.StatusCode.ABORTED
-        assert not pull.parts
+        # What was computed by then may have come.
+        assert sum(len(part.ids) for part in pull.parts) < BLOCKS * 4
         # The same when its router is gone.
         router = one.router()
         await router.send(submit(1, PROMPT, handoff=produce("r2")))
