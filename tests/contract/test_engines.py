@@ -503,6 +503,35 @@ async def test_greedy_ids_are_those_of_llama_cpp_driven_by_hand(real: Bench) -> 
         context.close()
 
 
+async def test_a_prompt_is_the_same_beside_what_decodes(real: Bench) -> None:
+    """A step of both is computed in two parts, and nothing of one is taken for the other's."""
+
+    def decoding() -> Request:
+        enabled = LogprobOptions(enabled=True)
+        return real.submit(long_prompt(11, 20), max_tokens=24, ignore_eos=True, reuse_prefix=False, logprobs=enabled)
+
+    def coming() -> Request:
+        of_all = LogprobOptions(enabled=True, prompt=True)
+        return real.submit(long_prompt(9, 200), max_tokens=4, ignore_eos=True, reuse_prefix=False, logprobs=of_all)
+
+    async def said(*requests: Request) -> list[tuple[list[int], list[float]]]:
+        answers = [(await real.ended(request))[0] for request in requests]
+        prompts = [real.prompt_logprobs.get(request.key, []) for request in requests]
+        return [
+            (answer.ids[:4], [each.drawn[1] for each in [*prompt, *answer.logprobs[:4]]])
+            for answer, prompt in zip(answers, prompts, strict=True)
+        ]
+
+    alone = await said(decoding()) + await said(coming())
+    first = decoding()
+    await real.until(lambda: bool(real.answers.get((first.key, 0), real.nothing).ids))
+    together = await said(first, coming())
+    assert [ids for ids, _ in together] == [ids for ids, _ in alone]
+    assert [len(logprobs) for _, logprobs in together] == [4, 199 + 4]
+    for one, other in zip(alone, together, strict=True):
+        assert one[1] == pytest.approx(other[1], abs=0.2)
+
+
 async def test_penalties_change_what_is_said(real: Bench) -> None:
     plain = (await real.ask(PROMPT, max_tokens=24, ignore_eos=True))[0].ids
     fresh = (await real.ask(PROMPT, max_tokens=24, ignore_eos=True, frequency_penalty=100.0))[0].ids

@@ -28,6 +28,10 @@ def _pointer(array: npt.NDArray[Any], kind: Any) -> Any:
     return array.ctypes.data_as(ctypes.POINTER(kind))
 
 
+#: ``GGML_FA_TILE_Q`` of ggml's CPU kernels.
+_TILE_ROWS = 64
+
+
 class Vocabulary:
     """A model's vocabulary; alone (without weights), when made from a file."""
 
@@ -159,6 +163,9 @@ class Context:
             self.close()
             raise EngineError(f"llama.cpp cannot make a context of {kv_tokens} KV tokens and {sequences} sequences")
         self._memory = library.llama_get_memory(self._context)
+        #: Rows of a batch from which attention is computed in tiles of rows, each over all cells that any of its rows
+        #: sees; None where it is not on the CPU.
+        self.tile_rows = None if library.llama_supports_gpu_offload() else _TILE_ROWS
         self.trained_context = int(library.llama_model_n_ctx_train(self._model))
         self._logits: Floats | None = None
         self._logits_at = 0
@@ -177,18 +184,23 @@ class Context:
         self.wants_logits = np.zeros(size, np.int8)
         self._counts = np.ones(size, np.int32)
         self._addresses = self.sequence_ids.ctypes.data + 4 * np.arange(size, dtype=np.uint64)
-        self._batch = self.library.llama_batch()
-        self._batch.token = _pointer(self.tokens, ctypes.c_int32)
-        self._batch.pos = _pointer(self.positions, ctypes.c_int32)
-        self._batch.n_seq_id = _pointer(self._counts, ctypes.c_int32)
-        self._batch.seq_id = _pointer(self._addresses, ctypes.POINTER(ctypes.c_int32))
-        self._batch.logits = _pointer(self.wants_logits, ctypes.c_int8)
+        self._batch = self._batch_from(0)
 
-    def decode(self, size: int) -> int:
-        """Computes the first ``size`` places of the batch. 0, 1 (no room in the KV), 2 (interrupted), or an error
+    def _batch_from(self, start: int) -> Any:
+        batch = self.library.llama_batch()
+        batch.token = _pointer(self.tokens[start:], ctypes.c_int32)
+        batch.pos = _pointer(self.positions[start:], ctypes.c_int32)
+        batch.n_seq_id = _pointer(self._counts[start:], ctypes.c_int32)
+        batch.seq_id = _pointer(self._addresses[start:], ctypes.POINTER(ctypes.c_int32))
+        batch.logits = _pointer(self.wants_logits[start:], ctypes.c_int8)
+        return batch
+
+    def decode(self, end: int, start: int = 0) -> int:
+        """Computes the batch's places from ``start`` to ``end``. 0, 1 (no room in the KV), 2 (interrupted), or an error
         below 0."""
-        self._batch.n_tokens = size
-        return int(self.library.llama_decode(self._context, self._batch))
+        batch = self._batch if start == 0 else self._batch_from(start)
+        batch.n_tokens = end - start
+        return int(self.library.llama_decode(self._context, batch))
 
     def logits(self, rows: int) -> Floats:
         """Of the places that asked for them, in order. Valid until the next ``decode``."""
