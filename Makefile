@@ -7,8 +7,11 @@ PYTHON ?= python3.11
 BIN    := $(VENV)/bin
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 # Without the vision and chat-server parts of llama.cpp, which we don't use: a third less to compile.
-export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
+export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama.cpp_INCLUDE=$(CURDIR)/deploy/llama.cpp/patch.cmake
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+# pip keeps what it compiled by name and release alone, so what is compiled otherwise is kept elsewhere.
+LLAMA_PATCHES := $(wildcard deploy/llama.cpp/*)
+LLAMA_CACHE = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/headrace/llama.cpp-$(shell cat $(LLAMA_PATCHES) | cksum | cut -d' ' -f1)
 
 RUST_SOURCES   := $(shell find gateway_rs proto -name '*.rs' -o -name '*.proto' -o -name Cargo.toml)
 EXTENSION      := services/headrace/_gateway.abi3.so
@@ -31,9 +34,16 @@ $(VENV)/.python:
 	touch $@
 
 # llama.cpp is compiled for this machine's CPU here, once: some six minutes on two cores.
-$(VENV)/.packages: $(VENV)/.python pyproject.toml .ci/constraints.txt
-	@echo "installing Python packages (the first time compiles llama.cpp: some minutes)"
-	$(BIN)/python .ci/requirements.py > $(VENV)/requirements.txt
+$(VENV)/.llama: $(VENV)/.python $(VENV)/requirements.txt $(LLAMA_PATCHES)
+	@echo "installing llama.cpp (the first time compiles it: some minutes)"
+	$(PIP) --cache-dir $(LLAMA_CACHE) --no-deps --force-reinstall $$(grep '^llama-cpp-python' $(VENV)/requirements.txt)
+	touch $@
+
+$(VENV)/requirements.txt: $(VENV)/.python pyproject.toml .ci/requirements.py
+	$(BIN)/python .ci/requirements.py > $@
+
+$(VENV)/.packages: $(VENV)/.llama $(VENV)/requirements.txt .ci/constraints.txt
+	@echo "installing Python packages"
 	$(PIP) --requirement $(VENV)/requirements.txt
 	touch $@
 

@@ -6,7 +6,7 @@
 #
 # llama.cpp is compiled for the CPU that the image is built on; build where it will run, or set CMAKE_ARGS.
 FROM python:3.11-slim-bookworm AS build
-RUN apt-get update && apt-get install -y --no-install-recommends curl build-essential cmake git \
+RUN apt-get update && apt-get install -y --no-install-recommends curl build-essential cmake git patch \
     && rm -rf /var/lib/apt/lists/*
 RUN curl -fsSL https://sh.rustup.rs | sh -s -- -y --profile minimal
 ENV PATH=/root/.cargo/bin:$PATH
@@ -14,7 +14,8 @@ WORKDIR /src
 # What changes seldom is built first, and kept.
 COPY pyproject.toml ./
 COPY .ci .ci
-ARG CMAKE_ARGS=-DLLAVA_BUILD=OFF
+COPY deploy/llama.cpp deploy/llama.cpp
+ARG CMAKE_ARGS="-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama.cpp_INCLUDE=/src/deploy/llama.cpp/patch.cmake"
 RUN python .ci/requirements.py > requirements.txt \
     && CMAKE_ARGS="${CMAKE_ARGS}" pip wheel --wheel-dir /wheels --constraint .ci/constraints.txt -r requirements.txt
 COPY . .
