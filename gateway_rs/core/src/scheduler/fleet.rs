@@ -299,11 +299,15 @@ impl Fleet {
         };
         worker.held.discard(lease);
         worker.unreported.discard(lease);
+        if lease.phase == Phase::Decode {
+            lease.preempted += 1;
+            // Until the next report knows. One that waits holds none that could be told.
+            worker.reported_kv_tokens = worker.reported_kv_tokens.saturating_sub(lease.kv_tokens);
+        } else if worker.end_prefill(lease) {
+            worker.drop_prefill(now_s, lease.prefill_ms);
+        }
         worker.note_idle(now_s);
         lease.phase = Phase::Aside;
-        lease.preempted += 1;
-        // Until the next report knows.
-        worker.reported_kv_tokens = worker.reported_kv_tokens.saturating_sub(lease.kv_tokens);
         worker.aside.insert((Key(now_s), id));
         self.reorder(link);
     }

@@ -38,8 +38,10 @@ pub struct Lease {
     pub blocks: Vec<u64>,
     /// KV that it is expected to take.
     pub kv_tokens: u64,
-    /// When it began.
+    /// When it began, or went on after it was put aside.
     pub granted_s: f64,
+    /// When it began first.
+    pub first_granted_s: f64,
     /// Whose turn it was.
     pub class: Class,
     /// How far it is.
@@ -62,7 +64,7 @@ pub struct Lease {
     pub max_tokens: u32,
     /// Between its tokens.
     pub tpot_target_s: f64,
-    /// Times it was put aside.
+    /// Times its answer was put aside.
     pub preempted: u32,
     /// The router's stream, when it placed this by itself.
     pub by_credit: Option<Link>,

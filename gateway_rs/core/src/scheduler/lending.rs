@@ -89,6 +89,7 @@ impl Core {
             blocks: marks(&ask.block_hashes, self.fleet.held_blocks(worker, ask)),
             kv_tokens: kv_tokens(ask),
             granted_s: self.now_s,
+            first_granted_s: self.now_s,
             class: ask.class,
             phase: Phase::Prefill,
             prefill_ms,

@@ -93,6 +93,7 @@ impl Core {
             blocks: Vec::new(),
             kv_tokens: u64::from(running.prompt_tokens),
             granted_s: self.now_s,
+            first_granted_s: self.now_s,
             class: Class::Standard,
             // It has been running for a while: its router says nothing of its first token any more.
             phase: Phase::Decode,

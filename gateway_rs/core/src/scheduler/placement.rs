@@ -423,6 +423,7 @@ impl Core {
             blocks: marks(&ask.block_hashes, self.fleet.held_blocks(link, ask)),
             kv_tokens: kv,
             granted_s: self.now_s,
+            first_granted_s: self.now_s,
             class: ask.class,
             phase: Phase::Prefill,
             prefill_ms: at.prefill_ms,

@@ -1,11 +1,14 @@
 //! Batch requests give way to interactive ones that find no room, and go on later.
 
+use std::cmp::Reverse;
+
 use super::{
     actions::Action,
     core::Core,
-    events::{Ask, Class, LeaseId, Link},
+    events::{Class, LeaseId, Link},
     leases::{Lease, Phase},
     queue::{Place, Urgency, Waiting, AGING_S},
+    worker::Worker,
 };
 
 /// A request that was put aside so often is left alone.
@@ -13,6 +16,9 @@ pub(super) const MAX_PREEMPTED: u32 = 2;
 
 /// Nor is one put aside that has said more than this share of what it is expected to say.
 const PREEMPT_UNTIL: f64 = 0.8;
+
+/// Workers of a pool that are looked at, beside the one that an ask is planned for.
+const MOST_LOOKED_AT: usize = 32;
 
 impl Core {
     /// Puts batch work aside for an ask that finds no room; true when it runs.
@@ -25,7 +31,7 @@ impl Core {
         let Some(waiting) = self.queue.get(place).filter(lacks_room) else {
             return false;
         };
-        let Some((link, victim)) = self.victim(&waiting.ask) else {
+        let Some((link, victim)) = self.victim(waiting) else {
             return false;
         };
         self.fleet.put_aside(self.now_s, victim);
@@ -46,34 +52,45 @@ impl Core {
         }
     }
 
-    /// The batch request that gives way for this ask: of those that are far from their end, the one whose answer has cost
-    /// least.
-    fn victim(&self, ask: &Ask) -> Option<(Link, LeaseId)> {
-        let pools = ask.pools.iter().filter_map(|name| self.fleet.pools.get(name));
-        let workers = pools
-            .flat_map(|pool| pool.ready.iter())
-            .filter_map(|link| self.fleet.workers.get(link));
-        let leases = workers
-            .filter(|worker| worker.can_ever_run(ask) && worker.held.batch() > 0)
-            .flat_map(|worker| {
-                worker
-                    .held
-                    .ids()
-                    .filter_map(|id| self.fleet.leases.get(&id))
-                    .map(move |lease| (worker.link, lease))
-            });
-        let may_give_way = leases.filter(|(_, lease)| {
-            let expected = self
-                .lengths
-                .expected(&lease.root, lease.output_tokens, lease.max_tokens);
-            lease.class == Class::Batch
-                && lease.preempted < MAX_PREEMPTED
-                && lease.phase == Phase::Decode
-                && f64::from(lease.output_tokens) <= PREEMPT_UNTIL * f64::from(expected.max(1))
+    /// The batch request that gives way for this ask, at the worker that the ask is planned for, or one of some others.
+    fn victim(&self, waiting: &Waiting) -> Option<(Link, LeaseId)> {
+        let planned = waiting.plan.map(|plan| plan.worker);
+        let pools = waiting.ask.pools.iter().filter_map(|name| self.fleet.pools.get(name));
+        let others = pools.flat_map(|pool| {
+            let from = planned.unwrap_or_default();
+            pool.ready.range(from..).chain(pool.ready.range(..from)).copied()
         });
-        let cost = |lease: &Lease| lease.prompt_tokens + lease.output_tokens;
-        let found = may_give_way.min_by_key(|(_, lease)| (cost(lease), lease.id));
-        found.map(|(link, lease)| (link, lease.id))
+        planned.into_iter().chain(others.take(MOST_LOOKED_AT)).find_map(|link| {
+            let worker = self.fleet.workers.get(&link)?;
+            let found = worker.can_ever_run(&waiting.ask) && worker.held.batch() > 0;
+            let lease = found.then(|| self.victim_of(worker)).flatten()?;
+            Some((link, lease))
+        })
+    }
+
+    /// Of a worker's batch requests: the last of those that wait there, which have cost nothing, but not for ever; else, of
+    /// those that are far from their end, the one whose answer has cost least.
+    fn victim_of(&self, worker: &Worker) -> Option<LeaseId> {
+        let leases = worker.held.ids().filter_map(|id| self.fleet.leases.get(&id));
+        let may_give_way = leases.filter(|lease| lease.class == Class::Batch && lease.preempted < MAX_PREEMPTED);
+        let standing = |lease: &Lease| match lease.phase {
+            Phase::Prefill => {
+                let aged = self.now_s - lease.first_granted_s >= 2.0 * AGING_S;
+                // One that no report has told of may not be there yet.
+                let waits = !aged && !lease.prompt_only && !worker.unreported.contains(lease);
+                waits.then_some((0, Reverse(lease.id)))
+            }
+            Phase::Decode => {
+                let expected = self
+                    .lengths
+                    .expected(&lease.root, lease.output_tokens, lease.max_tokens);
+                let far = f64::from(lease.output_tokens) <= PREEMPT_UNTIL * f64::from(expected.max(1));
+                far.then_some((1 + lease.prompt_tokens + lease.output_tokens, Reverse(0)))
+            }
+            _ => None,
+        };
+        let found = may_give_way.filter_map(|lease| Some((standing(lease)?, lease.id)));
+        found.min().map(|(_, id)| id)
     }
 
     /// Takes up what was put aside at a worker with room, when nobody of a higher class waits or it has waited long enough.

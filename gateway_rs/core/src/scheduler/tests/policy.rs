@@ -202,6 +202,36 @@ fn who_is_nearly_done_or_was_put_aside_before_stays() {
 }
 
 #[test]
+fn who_waits_at_the_worker_gives_way_before_who_decodes() {
+    let mut bench = taught("slots=2");
+    bench.run_all("ask 1 cls=batch max_tokens=500 prompt=10\nprogress 1 tokens=1\nask 2 cls=batch prompt=4000");
+    // What no report has told of may not have come to the worker yet.
+    assert_eq!(
+        preempted(&bench.run("ask 3 cls=interactive")),
+        [bench.grant(1).unwrap().lease]
+    );
+    assert_eq!(resumed(&bench.run("release 3")), [bench.grant(1).unwrap().lease]);
+    bench.run_all("progress 1 tokens=2\n+1 silent\nreport A waiting_prompt_tokens=4000");
+    let waits = bench.grant(2).unwrap().lease;
+    let began_s = bench.now_s;
+    let mut times = 0;
+    for number in 10.. {
+        let done = bench.run(&format!("ask {number} cls=interactive"));
+        let gave_way = preempted(&done);
+        if gave_way != [waits] {
+            break;
+        }
+        times += 1;
+        assert_eq!(grants(&done), [number]);
+        assert_eq!(resumed(&bench.run(&format!("release {number}"))), [waits]);
+        bench.run_all("+1 silent\nreport A waiting_prompt_tokens=4000");
+    }
+    // It has said nothing that would be lost, so it is not counted, but neither does it wait for ever.
+    let waited_s = bench.now_s - began_s;
+    assert!(times > 10 && waited_s <= 2.0 * AGING_S, "{times} times in {waited_s} s");
+}
+
+#[test]
 fn what_was_put_aside_ends_with_its_worker_and_its_router() {
     for end in ["lose A", "router-lost r"] {
         let mut bench = taught("slots=1");
