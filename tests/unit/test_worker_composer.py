@@ -28,6 +28,7 @@ from headrace.worker.engine import (
     LogprobOptions,
     Request,
     Sampling,
+    StepLimits,
     Stopping,
     TokenLogprobs,
 )
@@ -939,6 +940,29 @@ def test_batch_prompts_go_slower_beside_others_who_decode() -> None:
     assert sum(chunk.count for chunk in world.step().chunks) > 3
     world.run()
     assert {key: len(ids) for (key, _), ids in world.answers.items()} == {1: 6, 2: 2, 3: 2}
+
+
+def test_batch_sequences_take_turns_beside_others_who_decode() -> None:
+    world = World(limits(slots=6))
+    for key in range(1, 6):
+        world.submit(request(key, f"batch {key}", max_tokens=40, class_=BATCH))
+    world.step()
+    world.step()
+    assert in_step(world.step()) == {1, 2, 3, 4, 5}
+    world.composer.set_limits(StepLimits(chunk_tokens=64, batch_sequences=2))
+    assert in_step(world.step()) == {1, 2, 3, 4, 5}, "nobody is there whom it would hold up"
+    world.submit(request(6, "other", max_tokens=20))
+    world.step()
+    turns = [in_step(world.step()) for _ in range(10)]
+    assert all(6 in turn and len(turn) == 3 for turn in turns)
+    counts = {key: sum(key in turn for turn in turns) for key in range(1, 6)}
+    assert counts == dict.fromkeys(range(1, 6), 4)
+    world.run()
+    assert {key: len(ids) for (key, _), ids in world.answers.items()} == {**dict.fromkeys(range(1, 6), 40), 6: 20}
+    alone = World(limits())
+    alone.submit(request(3, "batch 3", max_tokens=40, class_=BATCH))
+    alone.run()
+    assert world.answers[3, 0] == alone.answers[3, 0]
 
 
 @pytest.mark.parametrize("bound", [{"slots": 2}, {"kv_blocks": 8}])

@@ -13,7 +13,7 @@ from tests.support.waiting import eventually
 from headrace.errors import EngineError
 from headrace.v1 import types_pb2
 from headrace.worker import selfbatched
-from headrace.worker.engine import Delta, Guided, Request, Sampling, StepCost, StepResult, Stopping
+from headrace.worker.engine import Delta, Guided, Request, Sampling, StepCost, StepLimits, StepResult, Stopping
 from headrace.worker.selfbatched import Inbox, KvState, Room, Run, SelfBatched
 
 STOP, LENGTH = types_pb2.OUTCOME_STOP, types_pb2.OUTCOME_LENGTH
@@ -145,7 +145,7 @@ async def test_turns_go_by_when_first_ids_are_due_and_at_most_so_many_run(desk: 
     assert (load.kv_blocks_used, load.kv_blocks_cached, load.kv_blocks_total) == (3, 4, 50)
     desk.driver.say(desk.driver.runs[0], 5, EOS, end=STOP)
     assert [run.request.key for run in desk.driver.runs] == [1, 2, 4]
-    desk.engine.set_limits(None, 3)
+    desk.engine.set_limits(StepLimits(slots=3))
     assert [run.request.key for run in desk.driver.runs] == [1, 2, 4, 3]
 
 

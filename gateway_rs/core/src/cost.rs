@@ -479,6 +479,25 @@ impl CostModel {
         best
     }
 
+    /// How many sequences more, each of so much context, can decode in such a step while it takes at most `target_ms`;
+    /// `most` at most.
+    #[must_use]
+    pub fn decodes_within(&self, step: &Shape, context_each: f64, target_ms: f64, most: u32) -> u32 {
+        let (mut low, mut high) = (0, most);
+        while low < high {
+            let middle = high - (high - low) / 2;
+            let mut with = *step;
+            with.decodes += middle;
+            with.context_tokens += (context_each * f64::from(middle)) as u64;
+            if self.step_ms(&with) <= target_ms {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+        low
+    }
+
     /// How many prompt tokens take as long as one pair of tokens in attention; 0 when that is not known.
     #[must_use]
     pub fn pair_tokens(&self) -> f64 {

@@ -174,15 +174,15 @@ impl<'a> Step<'a> {
                 let pace = proto::SetHeartbeat { heartbeat_ms };
                 self.command(link, proto::join_response::Command::SetHeartbeat(pace));
             }
-            Action::SetChunk {
+            Action::SetLimits {
                 link,
-                chunk_tokens,
-                batch_chunk_tokens,
+                limits,
                 pair_tokens,
             } => {
                 let limits = proto::SetLimits {
-                    batch_chunk_tokens,
-                    chunk_tokens: Some(chunk_tokens),
+                    chunk_tokens: Some(limits.chunk_tokens),
+                    batch_chunk_tokens: limits.batch_chunk_tokens,
+                    batch_sequences: limits.batch_sequences,
                     slots: None,
                     pair_tokens: pair_tokens as f32,
                 };

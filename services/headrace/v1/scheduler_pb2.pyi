@@ -413,16 +413,18 @@ class Resume(_message.Message):
     def __init__(self, lease: _Optional[int] = ...) -> None: ...
 
 class SetLimits(_message.Message):
-    __slots__ = ("chunk_tokens", "slots", "pair_tokens", "batch_chunk_tokens")
+    __slots__ = ("chunk_tokens", "slots", "pair_tokens", "batch_chunk_tokens", "batch_sequences")
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     PAIR_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BATCH_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     chunk_tokens: int
     slots: int
     pair_tokens: float
     batch_chunk_tokens: int
-    def __init__(self, chunk_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., pair_tokens: _Optional[float] = ..., batch_chunk_tokens: _Optional[int] = ...) -> None: ...
+    batch_sequences: int
+    def __init__(self, chunk_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., pair_tokens: _Optional[float] = ..., batch_chunk_tokens: _Optional[int] = ..., batch_sequences: _Optional[int] = ...) -> None: ...
 
 class GetUsageRequest(_message.Message):
     __slots__ = ("question",)

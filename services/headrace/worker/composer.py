@@ -49,6 +49,7 @@ from headrace.worker.engine import (
     Finish,
     Outcome,
     Request,
+    StepLimits,
     TokenLogprobs,
 )
 from headrace.worker.kv import HashBlocks, Intake, KvAccounts, Lane, Operation, Scope
@@ -267,6 +268,10 @@ class Composer:
         self.pair_tokens = 0.0
         #: Prompt tokens of batch work in a step in which others decode.
         self.batch_chunk_tokens = limits.chunk_tokens
+        #: Sequences of batch work that decode beside others, in turns; 0 = all.
+        self.batch_sequences = 0
+        #: The last of them that had its turn.
+        self._batch_turn = (float("-inf"), 0, 0)
         self.kv = KvAccounts(
             limits.kv_blocks,
             limits.block_tokens,
@@ -361,6 +366,16 @@ class Composer:
                 self._enqueue(sequence)
         self._start_orphans(state)
 
+    def set_limits(self, limits: StepLimits) -> None:
+        """See ``Engine.set_limits``."""
+        if limits.chunk_tokens:
+            self.chunk_tokens = min(limits.chunk_tokens, self.limits.idle_chunk_tokens)
+            self.pair_tokens = limits.pair_tokens
+            self.batch_chunk_tokens = limits.batch_chunk_tokens or self.chunk_tokens
+            self.batch_sequences = limits.batch_sequences
+        if limits.slots:
+            self.slots = min(limits.slots, self.limits.slots)
+
     def begin_intake(self, request: Request) -> Intake:
         """KV of its prompt will come from another worker, by ``intake``, before the request itself."""
         intake = Intake(request.prompt_ids, Scope(request.lora, request.cache_salt))
@@ -402,11 +417,12 @@ class Composer:
         self._expire(now)
         self._compact()
         still, owed = self._make_way(now)
+        stands_still = self._stands_still(still)
         decodes: list[Sequence] = []
         context = beginning = 0
         for sequence in self._running:
             # An older one may have just pushed it out.
-            if sequence.lane is None or (still and _is_batch(sequence)):
+            if sequence.lane is None or sequence in stands_still:
                 continue
             if not sequence.prefilled:
                 beginning += 1
@@ -439,6 +455,21 @@ class Composer:
         step = Step(operations, decodes, chunks, rows, outputs, prefill, context, drafts, now, yields)
         step.guesses, step.guessers = guesses, guessers
         return step
+
+    def _stands_still(self, still: bool) -> set[Sequence]:
+        """The batch work that has no part in the next step: all of it, or what decodes and does not have its turn."""
+        batch = [sequence for sequence in self._running if sequence.lane is not None and _is_batch(sequence)]
+        if still:
+            return set(batch)
+        decoding = [sequence for sequence in batch if sequence.prefilled]
+        if not 0 < self.batch_sequences < len(decoding):
+            return set()
+        if not any(each.lane is not None and each.prefilled and not _is_batch(each) for each in self._running):
+            return set()
+        after = [sequence for sequence in decoding if sequence.order > self._batch_turn]
+        turns = [*after, *(sequence for sequence in decoding if sequence.order <= self._batch_turn)]
+        self._batch_turn = turns[self.batch_sequences - 1].order
+        return set(turns[self.batch_sequences :])
 
     def _make_way(self, now: float) -> tuple[bool, bool]:
         """Whether batch work stands still in the next step, and whether it has done so for so long that it must not."""

@@ -222,6 +222,21 @@ class KvIntake(Protocol):
         more. False = no more is wanted."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What an iteration may take, as the scheduler has it; None = as it is."""
+
+    #: Prompt tokens beside what decodes, at the beginning of a prompt; farther in, as many as take as long.
+    chunk_tokens: int | None = None
+    slots: int | None = None
+    #: How many prompt tokens take as long as one pair of tokens in attention. Goes with ``chunk_tokens``, as all below.
+    pair_tokens: float = 0.0
+    #: Of ``chunk_tokens``, those of batch work while others decode; 0 = as many.
+    batch_chunk_tokens: int = 0
+    #: Sequences of batch work that decode beside others, in turns; 0 = all.
+    batch_sequences: int = 0
+
+
 class Engine(Protocol):
     """See the module's text. All methods are called from the event loop's thread and return at once, unless awaited."""
 
@@ -260,12 +275,8 @@ class Engine(Protocol):
     def go_on(self, key: int) -> None:
         """It goes on, if it was put aside."""
 
-    def set_limits(
-        self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0, batch_chunk_tokens: int = 0
-    ) -> None:
-        """From the next iteration on. ``chunk_tokens`` at the beginning of a prompt; farther in, as many as take as
-        long when each pair of tokens in attention takes as long as ``pair_tokens`` of a prompt. Of these at most
-        ``batch_chunk_tokens`` are of batch work while others decode; 0 = as many."""
+    def set_limits(self, limits: StepLimits) -> None:
+        """From the next iteration on."""
 
     def load(self) -> worker_pb2.Load:
         """As of a moment ago; exact when idle. ``state`` and ``steps`` are left empty."""

@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 from headrace.errors import EngineError, error
 from headrace.v1 import types_pb2, worker_pb2
 from headrace.worker.composer import Composer, Drawn, HandedBlocks, Limits, Sequence, Step
-from headrace.worker.engine import KvBlock, Outcome, Request, StepCost, StepResult
+from headrace.worker.engine import KvBlock, Outcome, Request, StepCost, StepLimits, StepResult
 from headrace.worker.kv import HashBlocks, Intake
 
 log = logging.getLogger(__name__)
@@ -84,14 +84,6 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class _SetLimits:
-    chunk_tokens: int | None
-    slots: int | None
-    pair_tokens: float
-    batch_chunk_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class _PutAside:
     key: int
 
@@ -114,7 +106,7 @@ class _TakeIn:
     answer: Callable[[bool], None]
 
 
-_Command = Request | _Cancel | _SetLimits | _PutAside | _GoOn
+_Command = Request | _Cancel | StepLimits | _PutAside | _GoOn
 _Question = _BeginIntake | _TakeIn
 
 
@@ -284,11 +276,9 @@ class BatchLoop:
         """See ``Engine.go_on``."""
         self._post(_GoOn(key))
 
-    def set_limits(
-        self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0, batch_chunk_tokens: int = 0
-    ) -> None:
+    def set_limits(self, limits: StepLimits) -> None:
         """See ``Engine.set_limits``."""
-        self._post(_SetLimits(chunk_tokens, slots, pair_tokens, batch_chunk_tokens))
+        self._post(limits)
 
     def load(self) -> worker_pb2.Load:
         """See ``Engine.load``."""
@@ -365,13 +355,7 @@ class BatchLoop:
             elif isinstance(command, _GoOn):
                 composer.go_on(command.key)
             else:
-                limits = composer.limits
-                if command.chunk_tokens:
-                    composer.chunk_tokens = min(command.chunk_tokens, limits.idle_chunk_tokens)
-                    composer.pair_tokens = command.pair_tokens
-                    composer.batch_chunk_tokens = command.batch_chunk_tokens or composer.chunk_tokens
-                if command.slots:
-                    composer.slots = min(command.slots, limits.slots)
+                composer.set_limits(command)
         while self._questions:
             question = self._questions.popleft()
             if isinstance(question, _BeginIntake):

@@ -41,6 +41,7 @@ from headrace.worker.engine import (
     Outcome,
     Request,
     StepCost,
+    StepLimits,
     StepResult,
     Stopping,
     TokenLogprobs,
@@ -337,12 +338,10 @@ class SelfBatched:
                 self._enqueue(sequence)
         self._admit()
 
-    def set_limits(
-        self, chunk_tokens: int | None, slots: int | None, pair_tokens: float = 0.0, batch_chunk_tokens: int = 0
-    ) -> None:
-        """See ``Engine.set_limits``. Prompts are cut by the engine, whose step is fixed when it is built."""
-        if slots:
-            self._slots = min(slots, self._room.slots)
+    def set_limits(self, limits: StepLimits) -> None:
+        """See ``Engine.set_limits``. Of a step's parts the engine itself decides."""
+        if limits.slots:
+            self._slots = min(limits.slots, self._room.slots)
             self._admit()
 
     def load(self) -> worker_pb2.Load:

@@ -45,6 +45,7 @@ from headrace.worker.engine import (
     Outcome,
     Request,
     StepCost,
+    StepLimits,
     StepResult,
     TokenLogprobs,
 )
@@ -342,13 +343,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 if self.state == READY:
                     self._set_state(DRAINING)
             case "set_limits":
-                limits = command.set_limits
-                self._engine.set_limits(
-                    limits.chunk_tokens if limits.HasField("chunk_tokens") else None,
-                    limits.slots if limits.HasField("slots") else None,
-                    limits.pair_tokens,
-                    limits.batch_chunk_tokens,
-                )
+                self._engine.set_limits(_step_limits(command.set_limits))
             case "preempt":
                 for open_ in self._of_lease(command.preempt.lease):
                     self._aside.add(open_.key)
@@ -734,6 +729,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             else:
                 frame.welcome.CopyFrom(item)
         return frame
+
+
+def _step_limits(told: scheduler_pb2.SetLimits) -> StepLimits:
+    return StepLimits(
+        chunk_tokens=told.chunk_tokens or None,
+        slots=told.slots or None,
+        pair_tokens=told.pair_tokens,
+        batch_chunk_tokens=told.batch_chunk_tokens,
+        batch_sequences=told.batch_sequences,
+    )
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], value: object) -> None:

@@ -5,7 +5,10 @@
 
 use std::sync::Arc;
 
-use super::events::{Class, LeaseId, Link};
+use super::{
+    events::{Class, LeaseId, Link},
+    steps::StepLimits,
+};
 use crate::{
     credits::{Outlook, Share},
     place::Why,
@@ -101,15 +104,13 @@ pub enum Action {
         /// The worker's.
         worker: Link,
     },
-    /// Let the worker compute so many prompt tokens in one step beside decoding; behind others, as many as take as long.
-    SetChunk {
+    /// What the worker may compute in one step.
+    SetLimits {
         /// The worker's stream.
         link: Link,
-        /// Tokens.
-        chunk_tokens: u32,
-        /// Of them, those of batch prompts beside others' decoding.
-        batch_chunk_tokens: u32,
-        /// How many of them take as long as one pair of tokens in attention.
+        /// What goes into a step.
+        limits: StepLimits,
+        /// How many prompt tokens take as long as one pair of tokens in attention.
         pair_tokens: f64,
     },
     /// Let the worker put that request aside, freeing its slot and KV, until it is resumed. It keeps its lease and what it

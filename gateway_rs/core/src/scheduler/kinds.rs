@@ -193,6 +193,28 @@ impl Kinds {
             .then(|| model.chunk_tokens(step, 0, target_ms / pace.times(), floor, most))
     }
 
+    /// What such a step takes; None as above.
+    pub fn step_ms(&self, kind: KindId, pace: Pace, step: &Shape) -> Option<f64> {
+        let model = &self.kinds[kind].model;
+        self.trusted(kind).then(|| model.step_ms(step) * pace.times())
+    }
+
+    /// How many sequences more, each of so much context, can decode in such a step that keeps within the target; None as
+    /// above.
+    pub fn decodes_within(
+        &self,
+        kind: KindId,
+        pace: Pace,
+        step: &Shape,
+        context_each: f64,
+        target_ms: f64,
+        most: u32,
+    ) -> Option<u32> {
+        let model = &self.kinds[kind].model;
+        self.trusted(kind)
+            .then(|| model.decodes_within(step, context_each, target_ms / pace.times(), most))
+    }
+
     /// How many prompt tokens take as long as one pair of tokens in attention.
     pub fn pair_tokens(&self, kind: KindId) -> f64 {
         self.kinds[kind].model.pair_tokens()

@@ -14,16 +14,7 @@ use super::{
     queue::{Place, Urgency},
     rate::Rate,
 };
-use crate::{budgets::Booking, cost::Shape};
-
-/// Prompts are cut so that a step stays within this share of the time between tokens.
-const CHUNK_SHARE: f64 = 0.9;
-
-/// And those of batch work beside others within this share of that, so that newcomers are not held up by it either.
-const BATCH_SHARE: f64 = 0.5;
-
-/// Batch prompts beside others go on by so many tokens a step at least.
-const BATCH_FLOOR_TOKENS: u32 = 16;
+use crate::budgets::Booking;
 
 /// A pace of reports that differs by no more than this factor from the one that a worker was told is no news.
 const PACE_GRAIN: f64 = 1.25;
@@ -325,7 +316,7 @@ impl Core {
                 self.place_newcomer(place);
             }
         }
-        self.set_chunk(link);
+        self.set_step_limits(link);
         // In answer to its report: so a fleet that grows or shrinks is told bit by bit.
         if let Some(heartbeat_s) = self.pace(link) {
             let heartbeat_ms = milliseconds(heartbeat_s);
@@ -348,47 +339,6 @@ impl Core {
             self.silence_check_s = self.silence_check_s.min(self.now_s + self.policy.silence_s());
             pace_s
         })
-    }
-
-    /// How many times as long a prompt takes beside what a worker decodes; None when nobody can say.
-    pub(super) fn slowdown(&self, link: Link) -> Option<f64> {
-        let worker = self.fleet.workers.get(&link)?;
-        let target_ms = CHUNK_SHARE * 1e3 * worker.held.tpot_target_s()?;
-        let step = Shape::decode(worker.decoding(), worker.load.context_tokens);
-        self.fleet.kinds.slowdown(worker.kind, worker.pace, &step, target_ms)
-    }
-
-    /// Tells a worker how many prompt tokens go beside its decoding, when that has changed much.
-    fn set_chunk(&mut self, link: Link) {
-        let [floor, most] = self.policy.chunk_tokens;
-        let Some(worker) = self.fleet.workers.get_mut(&link) else {
-            return;
-        };
-        let decoding = worker.held.choices().saturating_sub(worker.prefilling.len() as u64) as u32;
-        if most == 0 || decoding == 0 {
-            return;
-        }
-        let target_ms = CHUNK_SHARE * 1e3 * worker.held.tpot_target_s().unwrap_or(f64::INFINITY);
-        let step = Shape::decode(decoding, worker.load.context_tokens);
-        let kinds = &self.fleet.kinds;
-        let within = |target_ms, floor| kinds.chunk_tokens(worker.kind, worker.pace, &step, target_ms, floor, most);
-        let Some(chunk) = within(target_ms, floor.min(most)) else {
-            return;
-        };
-        // The floor is for those whose first token waits; batch work is not worth anybody's pace.
-        let batch_chunk =
-            within(BATCH_SHARE * target_ms, BATCH_FLOOR_TOKENS.min(most)).map_or(chunk, |own| own.min(chunk));
-        let differs = |told: u32, now: u32| (f64::from(now) - f64::from(told)).abs() > 0.1 * f64::from(told);
-        let (told, batch_told) = (worker.chunk_tokens.unwrap_or(0), worker.batch_chunk_tokens);
-        if differs(told, chunk) || differs(batch_told, batch_chunk) {
-            (worker.chunk_tokens, worker.batch_chunk_tokens) = (Some(chunk), batch_chunk);
-            self.actions.push(Action::SetChunk {
-                link,
-                chunk_tokens: chunk,
-                batch_chunk_tokens: batch_chunk,
-                pair_tokens: kinds.pair_tokens(worker.kind),
-            });
-        }
     }
 
     fn longest(&self, pool: &str) -> u32 {

@@ -22,6 +22,7 @@ pub mod lengths;
 pub mod pool;
 pub mod queue;
 pub mod search;
+pub mod steps;
 pub mod worker;
 
 mod admission;

@@ -102,7 +102,9 @@ impl Core {
     /// A worker is given the next prompt when what it has to compute takes no longer than this. A slow one gets what fills
     /// its steps: several short prompts in one take less than each in its own.
     pub(super) fn ahead_ms(&self, worker: &Worker) -> f64 {
-        let chunk_tokens = worker.chunk_tokens.unwrap_or(self.policy.chunk_tokens[0]);
+        let chunk_tokens = worker
+            .step_limits
+            .map_or(self.policy.chunk_tokens[0], |told| told.chunk_tokens);
         let chunk_ms = self.fleet.kinds.prefill_ms(worker.kind, worker.pace, chunk_tokens, 0);
         chunk_ms.max(self.policy.dispatch_ahead_s * 1e3)
     }

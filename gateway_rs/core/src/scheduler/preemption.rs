@@ -12,9 +12,9 @@ use super::{
 };
 
 /// A request that was put aside so often is left alone.
-pub(super) const MAX_PREEMPTED: u32 = 2;
+pub(super) const MAX_PREEMPTED: u32 = 8;
 
-/// Nor is one put aside that has said more than this share of what it is expected to say.
+/// One that has said more than this share of what it is expected to say is put aside last.
 const PREEMPT_UNTIL: f64 = 0.8;
 
 /// Workers of a pool that are looked at, beside the one that an ask is planned for.
@@ -69,7 +69,7 @@ impl Core {
     }
 
     /// Of a worker's batch requests: the last of those that wait there, which have cost nothing, but not for ever; else, of
-    /// those that are far from their end, the one whose answer has cost least.
+    /// those that are far from their end, the one whose answer has cost least; else one that is near it.
     fn victim_of(&self, worker: &Worker) -> Option<LeaseId> {
         let leases = worker.held.ids().filter_map(|id| self.fleet.leases.get(&id));
         let may_give_way = leases.filter(|lease| lease.class == Class::Batch && lease.preempted < MAX_PREEMPTED);
@@ -78,14 +78,15 @@ impl Core {
                 let aged = self.now_s - lease.first_granted_s >= 2.0 * AGING_S;
                 // One that no report has told of may not be there yet.
                 let waits = !aged && !lease.prompt_only && !worker.unreported.contains(lease);
-                waits.then_some((0, Reverse(lease.id)))
+                waits.then_some((0, 0, Reverse(lease.id)))
             }
             Phase::Decode => {
                 let expected = self
                     .lengths
                     .expected(&lease.root, lease.output_tokens, lease.max_tokens);
-                let far = f64::from(lease.output_tokens) <= PREEMPT_UNTIL * f64::from(expected.max(1));
-                far.then_some((1 + lease.prompt_tokens + lease.output_tokens, Reverse(0)))
+                let near = f64::from(lease.output_tokens) > PREEMPT_UNTIL * f64::from(expected.max(1));
+                let cost = lease.prompt_tokens + lease.output_tokens;
+                Some((1 + u32::from(near), cost, Reverse(0)))
             }
             _ => None,
         };

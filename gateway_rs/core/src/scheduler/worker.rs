@@ -8,6 +8,7 @@ use super::{
     leases::{kv_tokens, Held, Lease, Phase},
     map::{Key, Map},
     queue::Urgency,
+    steps::StepLimits,
 };
 use crate::{
     credits::Room,
@@ -41,10 +42,8 @@ pub struct Worker {
     pub promised: Room,
     /// The one ask that this worker keeps its room for.
     pub reserved_for: Option<u64>,
-    /// Prompt tokens in a step beside decoding, as it was last told.
-    pub chunk_tokens: Option<u32>,
-    /// And of batch prompts beside others.
-    pub batch_chunk_tokens: u32,
+    /// What goes into its steps, as it was last told.
+    pub step_limits: Option<StepLimits>,
     /// What its steps cost.
     pub kind: KindId,
     /// How it differs from its kind.
@@ -104,8 +103,7 @@ impl Worker {
             aside: BTreeSet::new(),
             promised: Room::NONE,
             reserved_for: None,
-            chunk_tokens: None,
-            batch_chunk_tokens: 0,
+            step_limits: None,
             kind,
             pace: Pace::default(),
             drift: Drift::default(),

@@ -704,16 +704,15 @@ impl<'a> Run<'a> {
             Action::Refused(ref refusal) => self.reply(refusal.link, action),
             Action::Lent { share, .. } => self.reply(share.router, action),
             Action::News { link, .. } | Action::Unlent { link, .. } => self.reply(link, action),
-            Action::SetChunk {
+            Action::SetLimits {
                 link,
-                chunk_tokens,
+                limits,
                 pair_tokens,
-                ..
             } => {
                 if let Some(&worker) = self.by_link.get(&link) {
                     self.workers[worker as usize]
                         .engine
-                        .set_chunk(chunk_tokens, pair_tokens);
+                        .set_chunk(limits.chunk_tokens, pair_tokens);
                 }
             }
             Action::Welcomed { link, heartbeat_ms } => self.expect_heartbeats(link, heartbeat_ms),
