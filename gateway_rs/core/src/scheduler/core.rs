@@ -147,7 +147,7 @@ impl Core {
     /// leases stay apart.
     pub fn new(policy: Policy, seed: u64, now_s: f64, first_lease: LeaseId) -> Self {
         Self {
-            fleet: Fleet::new(policy.queue_factor),
+            fleet: Fleet::new(policy.queue_factor, policy.preempt),
             queue: Queue::new(Accounts::new(
                 policy.fair_quantum_tokens,
                 policy
@@ -446,7 +446,11 @@ impl Core {
         let fits = |link: &Link| {
             let worker = &self.fleet.workers[link];
             let suits = pool.suits(super::pool::Part::Answer, worker.prompts_only(), ask);
-            suits && worker.open() && worker.can_ever_run(ask) && worker.has_slots(ask.choices)
+            suits
+                && worker.open()
+                && worker.can_ever_run(ask)
+                && worker.has_slots(ask)
+                && !(self.fleet.preempt && pool.crowds(worker, ask))
         };
         let fitting = pool.ready.iter().copied().filter(fits);
         let beside = |link, most_tokens| {

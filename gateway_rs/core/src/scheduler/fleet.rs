@@ -54,6 +54,8 @@ pub struct Fleet {
     pub(super) numbers: Map<u32, Link>,
     pub(super) instances: Map<Arc<str>, Link>,
     pub(super) queue_factor: f64,
+    /// Batch requests give way.
+    pub(super) preempt: bool,
     pub(super) overlaps: Vec<Overlap>,
     /// Leases announced for instances that have not joined (yet): a scheduler that comes back hears from routers and workers
     /// in any order.
@@ -61,7 +63,7 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    pub(super) fn new(queue_factor: f64) -> Self {
+    pub(super) fn new(queue_factor: f64, preempt: bool) -> Self {
         Self {
             pools: BTreeMap::new(),
             workers: BTreeMap::new(),
@@ -75,6 +77,7 @@ impl Fleet {
             numbers: Map::default(),
             instances: Map::default(),
             queue_factor,
+            preempt,
             overlaps: Vec::new(),
             unjoined: Map::default(),
         }
@@ -107,6 +110,8 @@ impl Fleet {
             ready: BTreeSet::new(),
             orders: BTreeMap::new(),
             at: Map::default(),
+            makes_way: BTreeSet::new(),
+            makes_way_at: Map::default(),
             max_prompt_tokens: 0,
             serve: BTreeMap::new(),
             serve_prompts: BTreeMap::new(),
@@ -144,6 +149,7 @@ impl Fleet {
         worker.load.state = WorkerState::Unhealthy;
         if let Some(pool) = self.pools.get_mut(&worker.hello.pool) {
             pool.leave_order(link);
+            pool.leave_batch(link);
             pool.workers.remove(&link);
             pool.refresh_ready(&mut worker);
             if pool.workers.is_empty() {
@@ -526,6 +532,9 @@ impl Fleet {
                 "in the order is who can take something"
             );
             assert_eq!(pool.ready.contains(&worker.link), worker.ready());
+            let makes_way = (worker.ready() && worker.held.batch() > 0).then(|| worker.taken_by_others());
+            assert_eq!(pool.makes_way_at.get(&worker.link).copied(), makes_way);
+            assert!(makes_way.is_none_or(|at| pool.makes_way.contains(&(at, worker.link))));
             assert_eq!(self.instances.get(&worker.hello.instance_id), Some(&worker.link));
             for id in worker.held.ids() {
                 assert_eq!(self.leases[&id].instance_id, worker.hello.instance_id);
@@ -539,6 +548,10 @@ impl Fleet {
             .pools
             .values()
             .all(|pool| !pool.workers.is_empty() && pool.open_workers() <= pool.ready.len()));
+        assert!(self
+            .pools
+            .values()
+            .all(|pool| pool.makes_way.len() == pool.makes_way_at.len() && pool.makes_way.len() <= pool.ready.len()));
     }
 
     /// Nothing is left of leases.

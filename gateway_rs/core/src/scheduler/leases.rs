@@ -95,9 +95,17 @@ pub struct Held {
     pub(super) choices: u64,
     pub(super) prompt_tokens: u64,
     pub(super) kv_tokens: u64,
-    pub(super) batch: u32,
+    pub(super) batch: u64,
     /// Their targets between tokens, and how many have each.
     pub(super) tpot_targets: BTreeMap<Key, u32>,
+}
+
+fn batch_choices(lease: &Lease) -> u64 {
+    if lease.class == Class::Batch {
+        u64::from(lease.choices)
+    } else {
+        0
+    }
 }
 
 impl Held {
@@ -122,7 +130,7 @@ impl Held {
     }
 
     /// Those of batch requests.
-    pub fn batch(&self) -> u32 {
+    pub fn batch(&self) -> u64 {
         self.batch
     }
 
@@ -141,7 +149,7 @@ impl Held {
             self.choices += u64::from(lease.choices);
             self.prompt_tokens += u64::from(lease.prompt_tokens);
             self.kv_tokens += lease.kv_tokens;
-            self.batch += u32::from(lease.class == Class::Batch);
+            self.batch += batch_choices(lease);
             *self.tpot_targets.entry(Key(lease.tpot_target_s)).or_default() += 1;
         }
     }
@@ -151,7 +159,7 @@ impl Held {
             self.choices -= u64::from(lease.choices);
             self.prompt_tokens -= u64::from(lease.prompt_tokens);
             self.kv_tokens -= lease.kv_tokens;
-            self.batch -= u32::from(lease.class == Class::Batch);
+            self.batch -= batch_choices(lease);
             if let Some(count) = self.tpot_targets.get_mut(&Key(lease.tpot_target_s)) {
                 *count -= 1;
                 if *count == 0 {

@@ -214,7 +214,7 @@ impl Core {
                 break;
             }
             let kept_for_another = reserved.is_some_and(|place| place != waiting.place);
-            if kept_for_another || !worker.can_ever_run(&waiting.ask) {
+            if kept_for_another || worker.owes(&waiting.ask) || !worker.can_ever_run(&waiting.ask) {
                 continue;
             }
             if let Some(plan) = waiting.plan.filter(|plan| self.is_of(plan.worker, &pool)) {
@@ -262,7 +262,7 @@ impl Core {
             let worker = self.fleet.workers.get(&link)?;
             let waiting = self.queue.planned(link).next()?;
             let (place, ask) = (waiting.place, &waiting.ask);
-            if worker.open() && worker.can_ever_run(ask) && worker.has_slots(ask.choices) {
+            if worker.open() && worker.can_ever_run(ask) && worker.has_slots(ask) {
                 let hit_tokens = waiting.plan.map_or(0, |plan| plan.hit_tokens);
                 return (self.fits(place, link, hit_tokens) && !self.is_busy(place, link)).then_some(place);
             }

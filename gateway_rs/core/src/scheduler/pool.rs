@@ -8,7 +8,7 @@ use std::{
 use rand::{Rng, RngCore};
 
 use super::{
-    events::{Ask, Capabilities, Description, Link},
+    events::{Ask, Capabilities, Class, Description, Link},
     kinds::{KindId, Pace},
     map::{Key, Map},
     worker::Worker,
@@ -116,6 +116,10 @@ pub struct Pool {
     pub(super) orders: BTreeMap<Group, Order<(u64, Key)>>,
     /// In which of these each is.
     pub(super) at: Map<Link, Group>,
+    /// Those that run batch requests, by the slots that others take or would have to wait for, less those that there are.
+    pub(super) makes_way: BTreeSet<(i64, Link)>,
+    /// In which place of these each is.
+    pub(super) makes_way_at: Map<Link, i64>,
     /// The longest prompt that a ready worker can serve.
     pub max_prompt_tokens: u32,
     /// How many ready workers serve prompts up to that length; and of those that are for prompts only.
@@ -236,6 +240,35 @@ impl Pool {
             self.at.insert(link, group);
             self.orders.entry(group).or_default().put(link, worker.standing());
         }
+        self.reorder_batch(worker);
+    }
+
+    /// Notes who runs batch requests.
+    fn reorder_batch(&mut self, worker: &Worker) {
+        let at = (worker.ready() && worker.held.batch() > 0).then(|| worker.taken_by_others());
+        if at != self.makes_way_at.get(&worker.link).copied() {
+            self.leave_batch(worker.link);
+            if let Some(at) = at {
+                self.makes_way.insert((at, worker.link));
+                self.makes_way_at.insert(worker.link, at);
+            }
+        }
+    }
+
+    pub(super) fn leave_batch(&mut self, link: Link) {
+        if let Some(at) = self.makes_way_at.remove(&link) {
+            self.makes_way.remove(&(at, link));
+        }
+    }
+
+    /// Whether this interactive ask would wait at that worker for others like it, while one has only batch requests to push
+    /// out of their slots.
+    pub(super) fn crowds(&self, worker: &Worker, ask: &Ask) -> bool {
+        let choices = i64::from(ask.choices);
+        let fits = |taken: i64| taken + choices <= 0;
+        ask.class == Class::Interactive
+            && !fits(worker.taken_by_others())
+            && self.makes_way.first().is_some_and(|&(taken, _)| fits(taken))
     }
 
     pub(super) fn leave_order(&mut self, link: Link) {

@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use super::{
     actions::Action,
     core::Core,
-    events::{Class, LeaseId, Link},
+    events::{Ask, Class, LeaseId, Link},
     leases::{Lease, Phase},
     queue::{Place, Urgency, Waiting, AGING_S},
     worker::Worker,
@@ -17,7 +17,7 @@ pub(super) const MAX_PREEMPTED: u32 = 8;
 /// One that has said more than this share of what it is expected to say is put aside last.
 const PREEMPT_UNTIL: f64 = 0.8;
 
-/// Workers of a pool that are looked at, beside the one that an ask is planned for.
+/// Workers of a pool that are looked at.
 const MOST_LOOKED_AT: usize = 32;
 
 impl Core {
@@ -31,7 +31,7 @@ impl Core {
         let Some(waiting) = self.queue.get(place).filter(lacks_room) else {
             return false;
         };
-        let Some((link, victim)) = self.victim(waiting) else {
+        let Some((link, victim)) = self.victim(&waiting.ask) else {
             return false;
         };
         self.fleet.put_aside(self.now_s, victim);
@@ -52,20 +52,16 @@ impl Core {
         }
     }
 
-    /// The batch request that gives way for this ask, at the worker that the ask is planned for, or one of some others.
-    fn victim(&self, waiting: &Waiting) -> Option<(Link, LeaseId)> {
-        let planned = waiting.plan.map(|plan| plan.worker);
-        let pools = waiting.ask.pools.iter().filter_map(|name| self.fleet.pools.get(name));
-        let others = pools.flat_map(|pool| {
-            let from = planned.unwrap_or_default();
-            pool.ready.range(from..).chain(pool.ready.range(..from)).copied()
-        });
-        planned.into_iter().chain(others.take(MOST_LOOKED_AT)).find_map(|link| {
-            let worker = self.fleet.workers.get(&link)?;
-            let found = worker.can_ever_run(&waiting.ask) && worker.held.batch() > 0;
-            let lease = found.then(|| self.victim_of(worker)).flatten()?;
-            Some((link, lease))
-        })
+    /// The batch request that gives way for this ask: where others take the fewest slots, and where there is one.
+    fn victim(&self, ask: &Ask) -> Option<(Link, LeaseId)> {
+        let pools = ask.pools.iter().filter_map(|name| self.fleet.pools.get(name));
+        let workers = pools.flat_map(|pool| pool.makes_way.iter().take(MOST_LOOKED_AT));
+        workers
+            .filter_map(|(_, link)| self.fleet.workers.get(link))
+            .find_map(|worker| {
+                let lease = worker.can_ever_run(ask).then(|| self.victim_of(worker)).flatten()?;
+                Some((worker.link, lease))
+            })
     }
 
     /// Of a worker's batch requests: the last of those that wait there, which have cost nothing, but not for ever; else, of

@@ -203,8 +203,8 @@ impl<'a> Search<'a> {
         self.looked_at.set(self.looked_at.get() + 1);
         let worker = self.fleet.workers.get(&link)?;
         let suits = self.pool.suits(self.part, worker.prompts_only(), self.ask);
-        (suits && worker.open() && worker.can_ever_run(self.ask) && worker.has_slots(self.ask.choices))
-            .then_some(worker)
+        let fits = suits && worker.open() && worker.can_ever_run(self.ask) && worker.has_slots(self.ask);
+        (fits && !(self.fleet.preempt && self.pool.crowds(worker, self.ask))).then_some(worker)
     }
 
     /// The least marginal delay, exactly, by lot among equals.

@@ -117,7 +117,8 @@ impl Core {
             return 0;
         }
         let leases = worker.prefilling.iter().filter_map(|id| self.fleet.leases.get(id));
-        let prefilling = leases.filter(|lease| lease.class == Class::Batch).count();
-        worker.held.batch().saturating_sub(prefilling as u32)
+        let batch = leases.filter(|lease| lease.class == Class::Batch);
+        let prefilling: u64 = batch.map(|lease| u64::from(lease.choices)).sum();
+        worker.held.batch().saturating_sub(prefilling) as u32
     }
 }

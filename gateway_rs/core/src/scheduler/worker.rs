@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use super::{
-    events::{Ask, LeaseId, Link, Load, Role, WorkerHello, WorkerState},
+    events::{Ask, Class, LeaseId, Link, Load, Role, WorkerHello, WorkerState},
     kinds::{Drift, KindId, Kinds, Pace},
     leases::{kv_tokens, Held, Lease, Phase},
     map::{Key, Map},
@@ -317,15 +317,27 @@ impl Worker {
         self.held.is_empty() && self.promised == Room::NONE
     }
 
-    /// Whether so many choices more may be leased now. Who has nothing to do takes anything.
-    pub fn has_slots(&self, choices: u32) -> bool {
-        self.has_nothing() || self.held.choices + self.promised.choices + u64::from(choices) <= self.limit
+    /// Whether the choices of this ask may be leased now. Who has nothing to do takes anything.
+    pub fn has_slots(&self, ask: &Ask) -> bool {
+        self.has_nothing()
+            || !self.owes(ask) && self.held.choices + self.promised.choices + u64::from(ask.choices) <= self.limit
+    }
+
+    /// The slots that requests other than batch ones take or would have to wait for, less those that there are.
+    pub(super) fn taken_by_others(&self) -> i64 {
+        let others = self.held.choices - self.held.batch() + self.promised.choices;
+        others as i64 - i64::from(self.slots)
+    }
+
+    /// Whether others go before this ask, since they were put aside.
+    pub fn owes(&self, ask: &Ask) -> bool {
+        ask.class == Class::Batch && !self.aside.is_empty()
     }
 
     /// Whether there is room for this ask now, of whose prompt it holds so much.
     pub fn has_room(&self, ask: &Ask, hit_tokens: u32) -> bool {
         let tokens = kv_tokens(ask).saturating_sub(u64::from(hit_tokens));
-        self.has_nothing() || self.has_slots(ask.choices) && self.has_kv(tokens)
+        self.has_nothing() || self.has_slots(ask) && self.has_kv(tokens)
     }
 
     /// Whether so much KV more is there.

@@ -237,6 +237,32 @@ fn who_waits_at_the_worker_gives_way_before_who_decodes() {
 }
 
 #[test]
+fn interactive_requests_do_not_queue_for_each_other_while_batch_work_has_slots() {
+    let mut bench = Bench::with(Policy {
+        queue_factor: 2.0,
+        ..policy()
+    });
+    bench.run("router r");
+    for (worker, class, numbers) in [("A", "interactive", 1..5), ("B", "batch", 11..15)] {
+        bench.run(&format!("worker {worker} context=100000 slots=4"));
+        bench.teach(worker, 1.0);
+        for number in numbers {
+            bench.run_all(&format!(
+                "ask {number} cls={class} max_tokens=500\nprogress {number} tokens=1"
+            ));
+            assert_eq!(bench.worker_of(number), worker);
+        }
+    }
+    // As many decode there as here, but those there give way.
+    for number in 21..25 {
+        bench.run_all(&format!("ask {number} cls=interactive\nprogress {number} tokens=1"));
+        assert_eq!(bench.worker_of(number), "B");
+    }
+    bench.run("ask 30 cls=interactive");
+    assert_eq!(bench.worker_of(30), "A", "nobody there gives way any more");
+}
+
+#[test]
 fn what_was_put_aside_ends_with_its_worker_and_its_router() {
     for end in ["lose A", "router-lost r"] {
         let mut bench = taught("slots=1");
