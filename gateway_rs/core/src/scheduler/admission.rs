@@ -64,10 +64,13 @@ impl Core {
         }
         let limit = self.policy.max_queued;
         if self.queue.len() > limit {
+            // No class is refused for what a lower one has piled up.
+            let least = self.queue.least().unwrap_or(place);
             let message = format!("{} requests wait already (limit {limit})", self.queue.len() - 1);
             let retry_after_ms = self.drain_ms();
-            self.refuse_waiting(place, Reason::Overloaded, message, retry_after_ms);
-        } else if let Some(waiting) = self.queue.get(place) {
+            self.refuse_waiting(least, Reason::Overloaded, message, retry_after_ms);
+        }
+        if let Some(waiting) = self.queue.get(place) {
             self.actions.push(self.waits(waiting));
         }
     }

@@ -229,6 +229,8 @@ pub struct Queue {
     deadlines: BTreeSet<(Key, Place)>,
     /// When each moves up a class.
     aging: BTreeSet<(Key, Place)>,
+    /// All, by class; of a class the last to come is last.
+    by_rank: BTreeSet<(usize, Place)>,
     last: Place,
 }
 
@@ -243,6 +245,7 @@ impl Queue {
             plans: Map::default(),
             deadlines: BTreeSet::new(),
             aging: BTreeSet::new(),
+            by_rank: BTreeSet::new(),
             last: 0,
         }
     }
@@ -295,6 +298,7 @@ impl Queue {
         if rank > 0 {
             self.aging.insert((Key(now_s + AGING_S), place));
         }
+        self.by_rank.insert((rank, place));
         self.waiting.insert(place, waiting);
         place
     }
@@ -325,6 +329,7 @@ impl Queue {
         if waiting.rank > 0 {
             self.aging.remove(&(Key(waiting.moves_up_s()), place));
         }
+        self.by_rank.remove(&(waiting.rank, place));
         Some(waiting)
     }
 
@@ -349,6 +354,11 @@ impl Queue {
         Some(plan)
     }
 
+    /// Of the lowest class that waits, the last to come.
+    pub(super) fn least(&self) -> Option<Place> {
+        self.by_rank.last().map(|&(_, place)| place)
+    }
+
     /// Moves those up that have waited long.
     pub(super) fn age(&mut self, now_s: f64) {
         while let Some(&(Key(at_s), place)) = self.aging.first() {
@@ -360,7 +370,9 @@ impl Queue {
                 continue;
             };
             self.each_line(&waiting, |line| line.remove(&waiting));
+            self.by_rank.remove(&(waiting.rank, place));
             waiting.rank -= 1;
+            self.by_rank.insert((waiting.rank, place));
             waiting.due = Key(at_s);
             self.each_line(&waiting, |line| line.insert(&waiting));
             if waiting.rank > 0 {
@@ -545,6 +557,8 @@ impl Queue {
             self.aging.len(),
             self.waiting.values().filter(|each| each.rank > 0).count()
         );
+        let by_rank: BTreeSet<_> = self.waiting.values().map(|each| (each.rank, each.place)).collect();
+        assert_eq!(self.by_rank, by_rank);
         for line in self.lines.values().chain(self.plans.values()) {
             assert!(line.len() > 0);
             let asks = |rank: &Rank| rank.accounts.values().map(BTreeSet::len).sum::<usize>();
