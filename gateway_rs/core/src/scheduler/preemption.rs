@@ -11,7 +11,7 @@ use super::{
     worker::Worker,
 };
 
-/// A request that was put aside so often is left alone.
+/// An answer that was put aside so often is left alone.
 pub(super) const MAX_PREEMPTED: u32 = 8;
 
 /// One that has said more than this share of what it is expected to say is put aside last.
