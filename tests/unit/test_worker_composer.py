@@ -942,6 +942,17 @@ def test_batch_prompts_go_slower_beside_others_who_decode() -> None:
     assert {key: len(ids) for (key, _), ids in world.answers.items()} == {1: 6, 2: 2, 3: 2}
 
 
+def test_a_batch_prompt_does_not_fill_the_step_of_anothers_prompt() -> None:
+    world = World(limits(chunk_tokens=8, idle_chunk_tokens=64))
+    world.composer.batch_chunk_tokens = 3
+    world.submit(request(1, "a prompt of somebody", max_tokens=3))
+    world.submit(request(2, "a batch prompt that has room beside it", max_tokens=3, class_=BATCH))
+    counts = {chunk.sequence.request.key: chunk.count for chunk in world.step().chunks}
+    assert counts == {1: len("a prompt of somebody"), 2: 3}
+    world.run()
+    assert {key: len(ids) for (key, _), ids in world.answers.items()} == {1: 3, 2: 3}
+
+
 def test_batch_sequences_take_turns_beside_others_who_decode() -> None:
     world = World(limits(slots=6))
     for key in range(1, 6):

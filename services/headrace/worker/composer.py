@@ -443,8 +443,7 @@ class Composer:
             for place in range(len(decodes)):
                 outputs.append(output)
                 output += 1 + len(drafts.get(place, ()))
-        others = any(not _is_batch(sequence) for sequence in decodes)
-        batch_most = self.batch_chunk_tokens if others else self.limits.idle_chunk_tokens
+        batch_most = self.batch_chunk_tokens if self._has_others() else self.limits.idle_chunk_tokens
         budget = self._budget(len(decodes), beginning)
         chunks = self._chunks(budget, output, rows, outputs, now, 0 if still else batch_most)
         prefill, yields = 0, not owed
@@ -455,6 +454,12 @@ class Composer:
         step = Step(operations, decodes, chunks, rows, outputs, prefill, context, drafts, now, yields)
         step.guesses, step.guessers = guesses, guessers
         return step
+
+    def _has_others(self) -> bool:
+        """Whether somebody is here, or is next, whom batch prompts in the same step would hold up."""
+        if any(sequence.lane is not None and not _is_batch(sequence) for sequence in self._running):
+            return True
+        return bool(self._waiting) and not _is_batch(self._waiting[0])
 
     def _stands_still(self, still: bool) -> set[Sequence]:
         """The batch work that has no part in the next step: all of it, or what decodes and does not have its turn."""
