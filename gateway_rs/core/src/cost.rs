@@ -275,6 +275,19 @@ impl CostTable {
     }
 }
 
+/// The largest number above `low`, up to `high`, that fits, where all below one that fits do; else `low`.
+fn largest(mut low: u32, mut high: u32, fits: impl Fn(u32) -> bool) -> u32 {
+    while low < high {
+        let middle = high - (high - low) / 2;
+        if fits(middle) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    low
+}
+
 /// A chunk of which no one says that it is small: where a token's time is taken from.
 const FULL_CHUNK_TOKENS: u32 = 2048;
 
@@ -458,21 +471,13 @@ impl CostModel {
             return most;
         }
         let ms = |tokens: u32| self.step_ms(&step.with_chunk(tokens, cached));
-        let (mut low, mut high) = (floor, most);
-        while low < high {
-            let middle = high - (high - low) / 2;
-            if ms(middle) <= target_ms {
-                low = middle;
-            } else {
-                high = middle - 1;
-            }
-        }
-        let mut best = low;
+        let within = largest(floor, most, |tokens| ms(tokens) <= target_ms);
+        let mut best = within;
         let rate = |tokens: u32| f64::from(step.chunk_tokens + tokens) / ms(tokens).max(1e-9);
         // Between its rows a table is linear, so nothing between them is better than both ends.
         for &(row, _) in self.table.iter().flat_map(|table| &table.step_ms).rev() {
             let tokens = row.saturating_sub(step.decodes + step.chunk_tokens);
-            if tokens >= floor && tokens < low && rate(tokens) > rate(best) {
+            if tokens >= floor && tokens < within && rate(tokens) > rate(best) {
                 best = tokens;
             }
         }
@@ -483,19 +488,12 @@ impl CostModel {
     /// `most` at most.
     #[must_use]
     pub fn decodes_within(&self, step: &Shape, context_each: f64, target_ms: f64, most: u32) -> u32 {
-        let (mut low, mut high) = (0, most);
-        while low < high {
-            let middle = high - (high - low) / 2;
+        largest(0, most, |more| {
             let mut with = *step;
-            with.decodes += middle;
-            with.context_tokens += (context_each * f64::from(middle)) as u64;
-            if self.step_ms(&with) <= target_ms {
-                low = middle;
-            } else {
-                high = middle - 1;
-            }
-        }
-        low
+            with.decodes += more;
+            with.context_tokens += (context_each * f64::from(more)) as u64;
+            self.step_ms(&with) <= target_ms
+        })
     }
 
     /// How many prompt tokens take as long as one pair of tokens in attention; 0 when that is not known.
