@@ -17,7 +17,7 @@ use super::{
     kinds::Kinds,
     leases::{Lease, Phase},
     map::{Key, Map},
-    pool::{common, Identity, Pool, PoolView},
+    pool::{common, Identity, Order, Pool, PoolView},
     queue::Plan,
     worker::Worker,
 };
@@ -110,8 +110,7 @@ impl Fleet {
             ready: BTreeSet::new(),
             orders: BTreeMap::new(),
             at: Map::default(),
-            makes_way: BTreeSet::new(),
-            makes_way_at: Map::default(),
+            makes_way: Order::default(),
             max_prompt_tokens: 0,
             serve: BTreeMap::new(),
             serve_prompts: BTreeMap::new(),
@@ -149,7 +148,7 @@ impl Fleet {
         worker.load.state = WorkerState::Unhealthy;
         if let Some(pool) = self.pools.get_mut(&worker.hello.pool) {
             pool.leave_order(link);
-            pool.leave_batch(link);
+            pool.makes_way.remove(link);
             pool.workers.remove(&link);
             pool.refresh_ready(&mut worker);
             if pool.workers.is_empty() {
@@ -532,9 +531,9 @@ impl Fleet {
                 "in the order is who can take something"
             );
             assert_eq!(pool.ready.contains(&worker.link), worker.ready());
-            let makes_way = (worker.ready() && worker.held.batch() > 0).then(|| worker.taken_by_others());
-            assert_eq!(pool.makes_way_at.get(&worker.link).copied(), makes_way);
-            assert!(makes_way.is_none_or(|at| pool.makes_way.contains(&(at, worker.link))));
+            let makes_way =
+                (worker.ready() && worker.held.batch() > 0).then(|| (worker.taken_by_others(), worker.link));
+            assert_eq!(pool.makes_way.at.get(&worker.link).map(|&(key, _)| key), makes_way);
             assert_eq!(self.instances.get(&worker.hello.instance_id), Some(&worker.link));
             for id in worker.held.ids() {
                 assert_eq!(self.leases[&id].instance_id, worker.hello.instance_id);
@@ -551,7 +550,8 @@ impl Fleet {
         assert!(self
             .pools
             .values()
-            .all(|pool| pool.makes_way.len() == pool.makes_way_at.len() && pool.makes_way.len() <= pool.ready.len()));
+            .all(|pool| pool.makes_way.links().count() == pool.makes_way.len()
+                && pool.makes_way.len() <= pool.ready.len()));
     }
 
     /// Nothing is left of leases.

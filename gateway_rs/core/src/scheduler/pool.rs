@@ -74,6 +74,11 @@ impl<K: Ord + Copy> Order<K> {
         }
     }
 
+    /// The least key.
+    pub fn first(&self) -> Option<K> {
+        self.buckets.keys().next().copied()
+    }
+
     /// Everybody.
     pub fn links(&self) -> impl Iterator<Item = Link> + '_ {
         self.buckets.values().flatten().copied()
@@ -116,10 +121,9 @@ pub struct Pool {
     pub(super) orders: BTreeMap<Group, Order<(u64, Key)>>,
     /// In which of these each is.
     pub(super) at: Map<Link, Group>,
-    /// Those that run batch requests, by the slots that others take or would have to wait for, less those that there are.
-    pub(super) makes_way: BTreeSet<(i64, Link)>,
-    /// In which place of these each is.
-    pub(super) makes_way_at: Map<Link, i64>,
+    /// Those that run batch requests, by the slots that others take or would have to wait for, less those that there are;
+    /// the first to join first among equals.
+    pub(super) makes_way: Order<(i64, Link)>,
     /// The longest prompt that a ready worker can serve.
     pub max_prompt_tokens: u32,
     /// How many ready workers serve prompts up to that length; and of those that are for prompts only.
@@ -240,24 +244,10 @@ impl Pool {
             self.at.insert(link, group);
             self.orders.entry(group).or_default().put(link, worker.standing());
         }
-        self.reorder_batch(worker);
-    }
-
-    /// Notes who runs batch requests.
-    fn reorder_batch(&mut self, worker: &Worker) {
-        let at = (worker.ready() && worker.held.batch() > 0).then(|| worker.taken_by_others());
-        if at != self.makes_way_at.get(&worker.link).copied() {
-            self.leave_batch(worker.link);
-            if let Some(at) = at {
-                self.makes_way.insert((at, worker.link));
-                self.makes_way_at.insert(worker.link, at);
-            }
-        }
-    }
-
-    pub(super) fn leave_batch(&mut self, link: Link) {
-        if let Some(at) = self.makes_way_at.remove(&link) {
-            self.makes_way.remove(&(at, link));
+        if worker.ready() && worker.held.batch() > 0 {
+            self.makes_way.put(link, (worker.taken_by_others(), link));
+        } else {
+            self.makes_way.remove(link);
         }
     }
 
@@ -268,7 +258,7 @@ impl Pool {
         let fits = |taken: i64| taken + choices <= 0;
         ask.class == Class::Interactive
             && !fits(worker.taken_by_others())
-            && self.makes_way.first().is_some_and(|&(taken, _)| fits(taken))
+            && self.makes_way.first().is_some_and(|(taken, _)| fits(taken))
     }
 
     pub(super) fn leave_order(&mut self, link: Link) {

@@ -55,9 +55,9 @@ impl Core {
     /// The batch request that gives way for this ask: where others take the fewest slots, and where there is one.
     fn victim(&self, ask: &Ask) -> Option<(Link, LeaseId)> {
         let pools = ask.pools.iter().filter_map(|name| self.fleet.pools.get(name));
-        let workers = pools.flat_map(|pool| pool.makes_way.iter().take(MOST_LOOKED_AT));
+        let workers = pools.flat_map(|pool| pool.makes_way.links().take(MOST_LOOKED_AT));
         workers
-            .filter_map(|(_, link)| self.fleet.workers.get(link))
+            .filter_map(|link| self.fleet.workers.get(&link))
             .find_map(|worker| {
                 let lease = worker.can_ever_run(ask).then(|| self.victim_of(worker)).flatten()?;
                 Some((worker.link, lease))
