@@ -29,6 +29,8 @@ pub struct Candidate {
     pub decoding: u32,
     /// Requests that wait or whose prompt is partly computed.
     pub waiting: u32,
+    /// Requests beside these that give way to this one.
+    pub gives_way: u32,
     /// KV tokens that its requests hold.
     pub active_tokens: u64,
     /// KV tokens that it keeps for reuse.
@@ -37,7 +39,7 @@ pub struct Candidate {
 
 impl Candidate {
     fn requests(&self) -> f64 {
-        f64::from(self.decoding) + f64::from(self.waiting)
+        f64::from(self.decoding) + f64::from(self.waiting) + f64::from(self.gives_way)
     }
 }
 
@@ -54,6 +56,8 @@ pub struct Why {
     pub decoding: u32,
     /// Requests that waited.
     pub waiting: u32,
+    /// Requests beside these that gave way to it.
+    pub gives_way: u32,
     /// By the rule; the lowest wins.
     pub score: f64,
 }
@@ -68,6 +72,7 @@ impl Why {
             pending_prefill_ms: chosen.pending_prefill_ms,
             decoding: chosen.decoding,
             waiting: chosen.waiting,
+            gives_way: chosen.gives_way,
             score,
         }
     }
@@ -109,13 +114,26 @@ pub fn charged_tokens(prompt_tokens: u32) -> u32 {
 /// it was idle costs nobody anything, so a beginning that many ask for still spreads to those who have nothing to do.
 pub const COPY_PRICE: f64 = 16.0;
 
+/// [`factor`] of a worker that has nobody.
+pub const NOBODY: u64 = 64;
+
+/// By how many 64ths a prompt's work counts at a worker that has so many decoding and waiting requests, each of which it
+/// delays, and so many that give way to it. Their delay is worth little, and they cost it next to nothing: it is computed
+/// before them, and what they take of later steps is bounded. Counted like the others, batch work had interactive prompts
+/// queue behind one another at the worker that had a little less of it.
+pub fn factor(decoding: u32, waiting: u32, gives_way: u32) -> u64 {
+    let others = (1 + u64::from(decoding)) * (1 + u64::from(waiting));
+    others.saturating_mul(NOBODY + u64::from(gives_way))
+}
+
 /// How to choose.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Policy {
     /// The request's own wait, the delay that its prompt puts on those who are there, and what a copy costs those to come:
-    /// P + (N + c) (1 + R) (1 + W) + 16 max(0, M - I), in predicted ms. P pending prefill, N this request's, R decoding, W
-    /// waiting, c a block or a quarter of the prompt ([`charged_tokens`]), which keeps fully cached prompts from piling up,
-    /// M the part of N that is done elsewhere, I for how long the worker has been idle ([`COPY_PRICE`]).
+    /// P + (N + c) (1 + R) (1 + W) (1 + B/64) + 16 max(0, M - I), in predicted ms. P pending prefill, N this request's, R
+    /// decoding, W waiting, B what gives way to it, which is in none of these ([`factor`]), c a block or a quarter of the
+    /// prompt ([`charged_tokens`]), which keeps fully cached prompts from piling up, M the part of N that is done elsewhere,
+    /// I for how long the worker has been idle ([`COPY_PRICE`]).
     #[default]
     MarginalDelay,
     /// LMetric (arXiv 2603.15202): tokens to prefill there, its own and those that wait, times requests there.
@@ -259,7 +277,8 @@ impl Placer {
         let missing = f64::from(request.prompt_tokens.saturating_sub(each.hit_tokens));
         match self.policy {
             Policy::MarginalDelay => {
-                let delay_ms = (each.prefill_ms + request.block_ms) * (1.0 + running) * (1.0 + waiting);
+                let factor = factor(each.decoding, each.waiting, each.gives_way) as f64 / NOBODY as f64;
+                let delay_ms = (each.prefill_ms + request.block_ms) * factor;
                 each.pending_prefill_ms + delay_ms + COPY_PRICE * (each.copy_ms - each.idle_ms).max(0.0)
             }
             // One more, so that a full hit doesn't make all loads equal.
@@ -385,8 +404,9 @@ mod tests {
 
     fn any_candidate() -> impl Strategy<Value = Candidate> {
         // Few values each, so that ties are common.
-        (0_u32..4, 0_u32..4, 0_u32..4, 0_u32..4, 0_u64..4, 0_u64..4).prop_map(
-            |(pending, hit_blocks, decoding, waiting, active, cached)| Candidate {
+        let few = || 0_u32..4;
+        (few(), few(), few(), few(), few(), 0_u64..4, 0_u64..4).prop_map(
+            |(pending, hit_blocks, decoding, waiting, gives_way, active, cached)| Candidate {
                 pending_prefill_ms: f64::from(pending) * 50.0,
                 pending_prefill_tokens: u64::from(pending) * 700,
                 hit_tokens: hit_blocks * BLOCK_TOKENS,
@@ -395,6 +415,7 @@ mod tests {
                 idle_ms: 0.0,
                 decoding,
                 waiting,
+                gives_way,
                 active_tokens: active * 1000,
                 cached_tokens: cached * 1000,
             },

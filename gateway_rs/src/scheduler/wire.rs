@@ -181,6 +181,7 @@ impl From<Why> for proto::PlacementReason {
             pending_prefill_ms: why.pending_prefill_ms as f32,
             decoding: why.decoding,
             waiting: why.waiting,
+            gives_way: why.gives_way,
             score: why.score as f32,
         }
     }

@@ -287,20 +287,22 @@ class Grant(_message.Message):
     def __init__(self, lease: _Optional[int] = ..., worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., token_allowance: _Optional[int] = ..., queue_s: _Optional[float] = ..., reason: _Optional[_Union[PlacementReason, _Mapping]] = ..., prefill: _Optional[_Union[Grant.Prefill, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class PlacementReason(_message.Message):
-    __slots__ = ("hit_tokens", "prefill_ms", "pending_prefill_ms", "decoding", "waiting", "score")
+    __slots__ = ("hit_tokens", "prefill_ms", "pending_prefill_ms", "decoding", "waiting", "score", "gives_way")
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     PENDING_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
+    GIVES_WAY_FIELD_NUMBER: _ClassVar[int]
     hit_tokens: int
     prefill_ms: float
     pending_prefill_ms: float
     decoding: int
     waiting: int
     score: float
-    def __init__(self, hit_tokens: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., pending_prefill_ms: _Optional[float] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
+    gives_way: int
+    def __init__(self, hit_tokens: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., pending_prefill_ms: _Optional[float] = ..., decoding: _Optional[int] = ..., waiting: _Optional[int] = ..., score: _Optional[float] = ..., gives_way: _Optional[int] = ...) -> None: ...
 
 class Queued(_message.Message):
     __slots__ = ("position", "estimate_ms")

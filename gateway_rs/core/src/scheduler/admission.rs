@@ -234,7 +234,8 @@ impl Core {
             uncached_tokens: waiting.ask.prompt_tokens.saturating_sub(choice.hit_tokens),
         };
         let missing = marks(&waiting.ask.block_hashes, held_blocks);
-        self.fleet.plan(self.now_s, &plan, &missing, true);
+        let class = waiting.ask.class;
+        self.fleet.plan(self.now_s, class, &plan, &missing, true);
         self.queue.plan(place, plan);
         self.watch_gate(choice.link);
         self.watch_late(place, choice.prefill_ms);
@@ -261,10 +262,12 @@ impl Core {
 
     pub(super) fn unplan(&mut self, place: Place) {
         self.unwatch_late(place);
-        if let Some(plan) = self.queue.unplan(place) {
-            let ask = self.queue.get(place).map(|waiting| &waiting.ask);
-            let missing = ask.map_or_else(Vec::new, |ask| marks(&ask.block_hashes, plan.held_blocks));
-            self.fleet.plan(self.now_s, &plan, &missing, false);
+        let Some(plan) = self.queue.unplan(place) else {
+            return;
+        };
+        if let Some(waiting) = self.queue.get(place) {
+            let missing = marks(&waiting.ask.block_hashes, plan.held_blocks);
+            self.fleet.plan(self.now_s, waiting.ask.class, &plan, &missing, false);
         }
     }
 

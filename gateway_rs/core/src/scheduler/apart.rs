@@ -102,6 +102,7 @@ impl Core {
             prefill_ms: choice.why.prefill_ms,
             decoding: choice.why.decoding,
             waiting: choice.why.waiting,
+            gives_way: choice.why.gives_way,
             ..Candidate::default()
         };
         Placer::new(Policy::MarginalDelay).score(&self.fleet.kinds.request(worker.kind, worker.pace, ask), &candidate)

@@ -446,11 +446,7 @@ impl Core {
         let fits = |link: &Link| {
             let worker = &self.fleet.workers[link];
             let suits = pool.suits(super::pool::Part::Answer, worker.prompts_only(), ask);
-            suits
-                && worker.open()
-                && worker.can_ever_run(ask)
-                && worker.has_slots(ask)
-                && !(self.fleet.preempt && pool.crowds(worker, ask))
+            suits && worker.can_ever_run(ask) && pool.has_slots(worker, ask)
         };
         let fitting = pool.ready.iter().copied().filter(fits);
         let beside = |link, most_tokens| {

@@ -13,7 +13,7 @@ use std::{
 };
 
 use super::{
-    events::{Ask, BlockChange, LeaseId, Link, Load, WorkerHello, WorkerState},
+    events::{Ask, BlockChange, Class, LeaseId, Link, Load, WorkerHello, WorkerState},
     kinds::Kinds,
     leases::{Lease, Phase},
     map::{Key, Map},
@@ -108,6 +108,7 @@ impl Fleet {
             identity: Identity::of(&hello.description),
             workers: BTreeSet::new(),
             ready: BTreeSet::new(),
+            preempt: self.preempt,
             orders: BTreeMap::new(),
             at: Map::default(),
             makes_way: Order::default(),
@@ -269,25 +270,17 @@ impl Fleet {
     }
 
     /// An ask waits here for that worker, or does not any more; these are the marks of what the worker did not hold.
-    pub(super) fn plan(&mut self, now_s: f64, plan: &Plan, blocks: &[u64], waits: bool) {
+    pub(super) fn plan(&mut self, now_s: f64, class: Class, plan: &Plan, blocks: &[u64], waits: bool) {
         let Some(worker) = self.workers.get_mut(&plan.worker) else {
             return;
         };
-        let tokens = u64::from(plan.uncached_tokens);
         if waits {
             self.expected.add(worker.number, blocks);
-            worker.planned += 1;
-            worker.planned_ms += plan.prefill_ms;
-            worker.planned_tokens += tokens;
-            worker.add_prefill(now_s, plan.prefill_ms);
         } else {
             self.expected.remove(worker.number, blocks);
-            worker.planned -= 1;
-            worker.planned_ms -= plan.prefill_ms;
-            worker.planned_tokens -= tokens;
-            worker.drop_prefill(now_s, plan.prefill_ms);
-            worker.note_idle(now_s);
         }
+        worker.plan(now_s, class, plan, waits);
+        worker.note_idle(now_s);
         self.reorder(plan.worker);
     }
 
@@ -308,8 +301,8 @@ impl Fleet {
             lease.preempted += 1;
             // Until the next report knows. One that waits holds none that could be told.
             worker.reported_kv_tokens = worker.reported_kv_tokens.saturating_sub(lease.kv_tokens);
-        } else if worker.end_prefill(lease) {
-            worker.drop_prefill(now_s, lease.prefill_ms);
+        } else {
+            worker.drop_prefill(now_s, lease);
         }
         worker.note_idle(now_s);
         lease.phase = Phase::Aside;
@@ -398,9 +391,7 @@ impl Fleet {
             worker.unreported.discard(&lease);
             worker.arriving.discard(&lease);
             self.expected.remove(worker.number, &lease.blocks);
-            if worker.end_prefill(&lease) {
-                worker.drop_prefill(now_s, lease.prefill_ms);
-            }
+            worker.drop_prefill(now_s, &lease);
             if lease.phase == Phase::Aside {
                 worker.aside.retain(|&(_, aside)| aside != id);
             } else {
@@ -512,24 +503,35 @@ impl Fleet {
             assert!(worker.prefilling.iter().all(|id| prefilling.contains(id)));
             assert_eq!(worker.prefilling.len(), prefilling.len());
             assert!(worker.aside.iter().all(|(_, id)| self.leases[id].phase == Phase::Aside));
-            let sum: f64 = prefilling.iter().map(|id| self.leases[id].prefill_ms).sum();
-            let tokens: u64 = prefilling
-                .iter()
-                .map(|id| u64::from(self.leases[id].uncached_tokens))
-                .sum();
-            assert_eq!(worker.prefilling_tokens, tokens);
-            assert!(
-                (worker.prefilling_ms - sum).abs() < 1e-3 * (1.0 + sum),
-                "{} {sum}",
-                worker.prefilling_ms
-            );
+            let others = |id: &&LeaseId| self.leases[id].class != Class::Batch;
+            for (prompts, ids) in [
+                (&worker.prompts, prefilling.clone()),
+                (&worker.others, prefilling.iter().filter(others).copied().collect()),
+            ] {
+                let sum: f64 = ids.iter().map(|id| self.leases[id].prefill_ms).sum();
+                let tokens: u64 = ids.iter().map(|id| u64::from(self.leases[id].uncached_tokens)).sum();
+                assert_eq!((prompts.given() as usize, prompts.given_tokens()), (ids.len(), tokens));
+                assert!(
+                    (prompts.given_ms() - sum).abs() < 1e-3 * (1.0 + sum),
+                    "{} {sum}",
+                    prompts.given_ms()
+                );
+            }
+            let batch = |id: &LeaseId| self.leases[id].class == Class::Batch;
+            assert_eq!(worker.held.batch_requests(), worker.held.ids().filter(batch).count());
             let pool = &self.pools[&worker.hello.pool];
             assert!(pool.workers.contains(&worker.link));
-            assert_eq!(
-                pool.is_open(worker.link),
-                worker.open(),
-                "in the order is who can take something"
-            );
+            let makes_way = pool.preempt && worker.could_make_way(1);
+            for (class, takes) in [
+                (Class::Batch, worker.open()),
+                (Class::Interactive, worker.open() || makes_way),
+            ] {
+                let group = pool.at.get(&worker.link);
+                let order = group.and_then(|group| Some(pool.orders.get(group)?.of(class)));
+                let at = order.and_then(|order| order.at.get(&worker.link)).map(|&(key, _)| key);
+                let standing = takes.then(|| worker.standing(class));
+                assert_eq!(at, standing, "in the order is who can take something");
+            }
             assert_eq!(pool.ready.contains(&worker.link), worker.ready());
             let makes_way =
                 (worker.ready() && worker.held.batch() > 0).then(|| (worker.taken_by_others(), worker.link));
@@ -546,7 +548,7 @@ impl Fleet {
         assert!(self
             .pools
             .values()
-            .all(|pool| !pool.workers.is_empty() && pool.open_workers() <= pool.ready.len()));
+            .all(|pool| !pool.workers.is_empty() && pool.at.len() <= pool.ready.len()));
         assert!(self
             .pools
             .values()

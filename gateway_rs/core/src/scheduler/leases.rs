@@ -96,6 +96,8 @@ pub struct Held {
     pub(super) prompt_tokens: u64,
     pub(super) kv_tokens: u64,
     pub(super) batch: u64,
+    /// Batch requests.
+    batch_requests: usize,
     /// Their targets between tokens, and how many have each.
     pub(super) tpot_targets: BTreeMap<Key, u32>,
 }
@@ -134,6 +136,11 @@ impl Held {
         self.batch
     }
 
+    /// How many are batch requests.
+    pub fn batch_requests(&self) -> usize {
+        self.batch_requests
+    }
+
     /// KV that all are expected to take.
     pub fn kv_tokens(&self) -> u64 {
         self.kv_tokens
@@ -150,6 +157,7 @@ impl Held {
             self.prompt_tokens += u64::from(lease.prompt_tokens);
             self.kv_tokens += lease.kv_tokens;
             self.batch += batch_choices(lease);
+            self.batch_requests += usize::from(lease.class == Class::Batch);
             *self.tpot_targets.entry(Key(lease.tpot_target_s)).or_default() += 1;
         }
     }
@@ -160,6 +168,7 @@ impl Held {
             self.prompt_tokens -= u64::from(lease.prompt_tokens);
             self.kv_tokens -= lease.kv_tokens;
             self.batch -= batch_choices(lease);
+            self.batch_requests -= usize::from(lease.class == Class::Batch);
             if let Some(count) = self.tpot_targets.get_mut(&Key(lease.tpot_target_s)) {
                 *count -= 1;
                 if *count == 0 {

@@ -288,10 +288,10 @@ impl Core {
         let pool = self.fleet.pools.get(&worker.hello.pool);
         let parts = self.policy.disaggregation != Disaggregation::Off && pool.is_some_and(Pool::has_prefill);
         Outlook {
-            pending_prefill_ms: worker.pending_ms(self.now_s),
+            pending_prefill_ms: worker.prompts.pending_ms(self.now_s),
             cost: kinds.prompt_cost(worker.kind, worker.pace),
             decoding: worker.decoding(),
-            waiting: worker.waiting(),
+            waiting: worker.prompts.waiting(),
             idle_ms: worker.idle_ms(self.now_s),
             ahead_ms: kinds.trusted(worker.kind).then(|| self.ahead_ms(worker)),
             ask_from_tokens: if parts {

@@ -20,6 +20,7 @@ pub mod kinds;
 pub mod leases;
 pub mod lengths;
 pub mod pool;
+pub mod prompts;
 pub mod queue;
 pub mod search;
 pub mod steps;

@@ -95,7 +95,7 @@ impl Core {
         };
         let ahead_ms = self.ahead_ms(worker);
         self.fleet.kinds.trusted(worker.kind)
-            && worker.fed_ms(self.now_s) > ahead_ms
+            && worker.prompts.fed_ms(self.now_s) > ahead_ms
             && worker.before_ms(self.now_s, waiting.urgency(), &self.fleet.leases) > ahead_ms
     }
 
@@ -140,7 +140,7 @@ impl Core {
             self.close_gate(link);
             return;
         };
-        let mut gate_s = worker.fed_until_s(self.ahead_ms(worker));
+        let mut gate_s = worker.prompts.fed_until_s(self.ahead_ms(worker));
         if self.policy.prefill_share > 0.0 {
             let ready = self
                 .fleet

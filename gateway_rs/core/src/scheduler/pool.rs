@@ -85,6 +85,43 @@ impl<K: Ord + Copy> Order<K> {
     }
 }
 
+/// Workers that can take something, least delayed first: for batch work, and for those before whom it stands back, also by
+/// giving them its slots.
+#[derive(Debug, Default)]
+pub(super) struct Orders {
+    batch: Order<(u64, Key)>,
+    others: Order<(u64, Key)>,
+}
+
+impl Orders {
+    /// For somebody of that class.
+    pub fn of(&self, class: Class) -> &Order<(u64, Key)> {
+        if class == Class::Batch {
+            &self.batch
+        } else {
+            &self.others
+        }
+    }
+
+    fn put(&mut self, link: Link, worker: &Worker) {
+        if worker.open() {
+            self.batch.put(link, worker.standing(Class::Batch));
+        } else {
+            self.batch.remove(link);
+        }
+        self.others.put(link, worker.standing(Class::Interactive));
+    }
+
+    fn remove(&mut self, link: Link) {
+        self.batch.remove(link);
+        self.others.remove(link);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.others.is_empty()
+    }
+}
+
 /// Starting anywhere, all of a bucket.
 pub(super) fn by_lot<'a>(bucket: &'a [Link], rng: &mut dyn RngCore) -> impl Iterator<Item = Link> + 'a {
     let start = if bucket.len() > 1 {
@@ -118,12 +155,14 @@ pub struct Pool {
     /// Those that are ready.
     pub ready: BTreeSet<Link>,
     /// Those that can take something.
-    pub(super) orders: BTreeMap<Group, Order<(u64, Key)>>,
+    pub(super) orders: BTreeMap<Group, Orders>,
     /// In which of these each is.
     pub(super) at: Map<Link, Group>,
     /// Those that run batch requests, by the slots that others take or would have to wait for, less those that there are;
     /// the first to join first among equals.
     pub(super) makes_way: Order<(i64, Link)>,
+    /// Batch requests give way to interactive ones.
+    pub(super) preempt: bool,
     /// The longest prompt that a ready worker can serve.
     pub max_prompt_tokens: u32,
     /// How many ready workers serve prompts up to that length; and of those that are for prompts only.
@@ -206,16 +245,6 @@ pub struct PoolView {
     pub addresses: Vec<Arc<str>>,
 }
 impl Pool {
-    /// Workers that can take something, as far as leases go.
-    pub fn open_workers(&self) -> usize {
-        self.at.len()
-    }
-
-    /// Whether that one can.
-    pub fn is_open(&self, link: Link) -> bool {
-        self.at.contains_key(&link)
-    }
-
     /// Whether somebody ready is there for prompts only.
     pub fn has_prefill(&self) -> bool {
         !self.serve_prompts.is_empty()
@@ -237,12 +266,13 @@ impl Pool {
 
     pub(super) fn reorder(&mut self, worker: &Worker) {
         let (link, group) = (worker.link, (worker.prompts_only(), worker.kind, worker.pace));
-        if self.at.get(&link).is_some_and(|at| *at != group) || !worker.open() {
+        let takes = worker.open() || self.preempt && worker.could_make_way(1);
+        if self.at.get(&link).is_some_and(|at| *at != group) || !takes {
             self.leave_order(link);
         }
-        if worker.open() {
+        if takes {
             self.at.insert(link, group);
-            self.orders.entry(group).or_default().put(link, worker.standing());
+            self.orders.entry(group).or_default().put(link, worker);
         }
         if worker.ready() && worker.held.batch() > 0 {
             self.makes_way.put(link, (worker.taken_by_others(), link));
@@ -251,14 +281,21 @@ impl Pool {
         }
     }
 
+    /// Whether a worker has slots for this ask, or has batch requests that could give it theirs.
+    pub(super) fn has_slots(&self, worker: &Worker, ask: &Ask) -> bool {
+        let may_push = self.preempt && ask.class == Class::Interactive;
+        if may_push && worker.could_make_way(ask.choices) {
+            return true;
+        }
+        worker.open() && worker.has_slots(ask) && !(may_push && self.crowds(worker, ask))
+    }
+
     /// Whether this interactive ask would wait at that worker for others like it, while one has only batch requests to push
     /// out of their slots.
-    pub(super) fn crowds(&self, worker: &Worker, ask: &Ask) -> bool {
+    fn crowds(&self, worker: &Worker, ask: &Ask) -> bool {
         let choices = i64::from(ask.choices);
         let fits = |taken: i64| taken + choices <= 0;
-        ask.class == Class::Interactive
-            && !fits(worker.taken_by_others())
-            && self.makes_way.first().is_some_and(|(taken, _)| fits(taken))
+        !fits(worker.taken_by_others()) && self.makes_way.first().is_some_and(|(taken, _)| fits(taken))
     }
 
     pub(super) fn leave_order(&mut self, link: Link) {

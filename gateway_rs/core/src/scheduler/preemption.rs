@@ -31,32 +31,38 @@ impl Core {
         let Some(waiting) = self.queue.get(place).filter(lacks_room) else {
             return false;
         };
-        let Some((link, victim)) = self.victim(&waiting.ask) else {
+        let planned = waiting.plan.map(|plan| plan.worker);
+        let Some((link, victim)) = self.victim(&waiting.ask, planned) else {
             return false;
         };
         self.fleet.put_aside(self.now_s, victim);
         self.measures.preempted += 1;
         self.actions.push(Action::Preempt { link, lease: victim });
-        let fits = |core: &Self| {
-            let worker = core.fleet.workers.get(&link)?;
-            let ask = &core.queue.get(place)?.ask;
-            let (choice, _) = core.fleet.consider(core.now_s, link, ask, false, &core.placer)?;
-            (worker.open() && worker.has_room(ask, choice.hit_tokens)).then_some(choice)
+        // It is not one of those who wait there before it.
+        self.unplan(place);
+        let Some(ask) = self.queue.get(place).map(|waiting| &waiting.ask) else {
+            return false;
         };
-        match fits(self) {
-            Some(choice) => {
-                self.grant(place, &choice);
-                true
-            }
-            None => false,
+        let found = self.fleet.consider(self.now_s, link, ask, false, &self.placer);
+        let Some((choice, _)) = found else {
+            return false;
+        };
+        if self.fits(place, link, choice.hit_tokens) {
+            self.grant(place, &choice);
+            return true;
         }
+        if planned.is_some() {
+            self.plan(place, &choice);
+        }
+        false
     }
 
-    /// The batch request that gives way for this ask: where others take the fewest slots, and where there is one.
-    fn victim(&self, ask: &Ask) -> Option<(Link, LeaseId)> {
+    /// The batch request that gives way for this ask: at the worker that it waits for, else where others take the fewest
+    /// slots and there is one.
+    fn victim(&self, ask: &Ask, planned: Option<Link>) -> Option<(Link, LeaseId)> {
         let pools = ask.pools.iter().filter_map(|name| self.fleet.pools.get(name));
         let workers = pools.flat_map(|pool| pool.makes_way.links().take(MOST_LOOKED_AT));
-        workers
+        (planned.into_iter().chain(workers))
             .filter_map(|link| self.fleet.workers.get(&link))
             .find_map(|worker| {
                 let lease = worker.can_ever_run(ask).then(|| self.victim_of(worker)).flatten()?;

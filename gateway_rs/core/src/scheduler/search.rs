@@ -21,7 +21,7 @@ use super::{
 use crate::{
     blocks::Blocks,
     index::Overlap,
-    place::{copy_ms, Candidate, Placer, Policy, Request, Why},
+    place::{copy_ms, Candidate, Placer, Policy, Request, Why, NOBODY},
 };
 
 /// Workers looked at for one ask that does not fit on the better ones. A bound on work, not on luck: whoever is not looked at
@@ -71,7 +71,8 @@ impl Fleet {
         &mut self.blocks
     }
 
-    /// The worker of that pool to run that part of this, by the rule; it has a slot, if perhaps not yet the time or the KV.
+    /// The worker of that pool to run that part of this, by the rule; it has a slot or batch work that could give it one, if
+    /// perhaps not yet the time or the KV.
     pub(super) fn choose(
         &mut self,
         now_s: f64,
@@ -203,8 +204,8 @@ impl<'a> Search<'a> {
         self.looked_at.set(self.looked_at.get() + 1);
         let worker = self.fleet.workers.get(&link)?;
         let suits = self.pool.suits(self.part, worker.prompts_only(), self.ask);
-        let fits = suits && worker.open() && worker.can_ever_run(self.ask) && worker.has_slots(self.ask);
-        (fits && !(self.fleet.preempt && self.pool.crowds(worker, self.ask))).then_some(worker)
+        let fits = suits && worker.can_ever_run(self.ask) && self.pool.has_slots(worker, self.ask);
+        fits.then_some(worker)
     }
 
     /// The least marginal delay, exactly, by lot among equals.
@@ -244,10 +245,11 @@ impl<'a> Search<'a> {
         }
         // Nobody else holds more than that much, so nobody else's delay is less than it would be with it.
         let mut looked_at = 0;
-        for (&(prompts_only, kind, pace), order) in &self.pool.orders {
+        for (&(prompts_only, kind, pace), orders) in &self.pool.orders {
             if !self.pool.suits(self.part, prompts_only, self.ask) {
                 continue;
             }
+            let order = orders.of(self.ask.class);
             let request = kinds.request(kind, pace, self.ask);
             let most_hit = (left_blocks * kinds.block_tokens(kind)).min(self.ask.prompt_tokens.saturating_sub(1));
             let work_ms = |hit: u32| kinds.prefill_ms(kind, pace, self.ask.prompt_tokens - hit, hit);
@@ -259,8 +261,8 @@ impl<'a> Search<'a> {
                     prefill_ms: least_work_ms,
                     copy_ms: least_copy_ms,
                     // Only who has nothing to do is in the first of the orders.
-                    idle_ms: if factor == 1 { idle_ms } else { 0.0 },
-                    decoding: (factor - 1).min(u64::from(u32::MAX)) as u32,
+                    idle_ms: if factor == NOBODY { idle_ms } else { 0.0 },
+                    gives_way: (factor - NOBODY).min(u64::from(u32::MAX)) as u32,
                     ..Candidate::default()
                 };
                 placer.score(&request, &like)

@@ -7,12 +7,13 @@ use super::{
     kinds::{Drift, KindId, Kinds, Pace},
     leases::{kv_tokens, Held, Lease, Phase},
     map::{Key, Map},
-    queue::Urgency,
+    prompts::Prompts,
+    queue::{Plan, Urgency},
     steps::StepLimits,
 };
 use crate::{
     credits::Room,
-    place::{copy_ms, Candidate},
+    place::{copy_ms, factor, Candidate},
 };
 
 /// One instance of a worker, as believed.
@@ -55,16 +56,10 @@ pub struct Worker {
     pub(super) reports_blocks: bool,
     /// Blocks that it was given, oldest first.
     pub(super) believed: VecDeque<u64>,
-    /// Asks that wait for it here.
-    pub(super) planned: u32,
-    pub(super) planned_ms: f64,
-    pub(super) planned_tokens: u64,
-    /// Predicted work of prompts that were given to it and have no first token.
-    pub(super) prefilling_ms: f64,
-    /// Tokens of those prompts that it has to compute.
-    pub(super) prefilling_tokens: u64,
-    /// When it will have computed all prompts, those of asks that wait for it here too.
-    pub(super) idle_at_s: f64,
+    /// The prompts that it has to compute, those of asks that wait for it here too.
+    pub prompts: Prompts,
+    /// Of these, those that are no batch work.
+    pub others: Prompts,
     /// Since when it has had nothing at all to do; old news while it has something.
     pub(super) idle_since_s: f64,
     /// The longest prompt that its pool counts on it for; None = it is not ready.
@@ -110,12 +105,8 @@ impl Worker {
             number,
             reports_blocks: false,
             believed: VecDeque::new(),
-            planned: 0,
-            planned_ms: 0.0,
-            planned_tokens: 0,
-            prefilling_ms: 0.0,
-            prefilling_tokens: 0,
-            idle_at_s: f64::NEG_INFINITY,
+            prompts: Prompts::default(),
+            others: Prompts::default(),
             idle_since_s: now_s,
             serves_prompt_tokens: None,
             slots: 1,
@@ -157,7 +148,7 @@ impl Worker {
 
     /// Holds no request, and none waits for it here.
     fn is_idle(&self) -> bool {
-        self.held.is_empty() && self.planned == 0
+        self.held.is_empty() && self.prompts.planned() == 0
     }
 
     /// How long it has been idle; None when it has something to do.
@@ -177,27 +168,9 @@ impl Worker {
         (self.held.len() - self.prefilling.len()) as u32
     }
 
-    /// Requests whose prompts wait or are being computed, and asks that wait for it here.
-    pub fn waiting(&self) -> u32 {
-        self.prefilling.len() as u32 + self.planned
-    }
-
-    /// Predicted work of prompts that it has not computed, those of asks that wait for it here too.
-    pub fn pending_ms(&self, now_s: f64) -> f64 {
-        if self.waiting() == 0 {
-            return 0.0;
-        }
-        ((self.idle_at_s - now_s) * 1e3).clamp(0.0, (self.prefilling_ms + self.planned_ms).max(0.0))
-    }
-
-    /// Of that, what it has been given.
-    pub fn fed_ms(&self, now_s: f64) -> f64 {
-        (self.pending_ms(now_s) - self.planned_ms).max(0.0)
-    }
-
     /// Predicted work of prompts that it is computing and has computed already.
     fn done_ms(&self, now_s: f64) -> f64 {
-        (self.prefilling_ms - self.fed_ms(now_s)).max(0.0)
+        (self.prompts.given_ms() - self.prompts.fed_ms(now_s)).max(0.0)
     }
 
     /// Of what it has been given, what comes before such a prompt: a worker computes what is due first.
@@ -208,17 +181,10 @@ impl Worker {
         (before_ms - self.done_ms(now_s)).max(0.0)
     }
 
-    /// When no more than that is left of what it has been given.
-    pub fn fed_until_s(&self, ahead_ms: f64) -> f64 {
-        self.idle_at_s - (self.planned_ms + ahead_ms) / 1e3
-    }
-
     /// A lease's prompt is to be computed.
     pub(super) fn begin_prefill(&mut self, now_s: f64, lease: &Lease) {
         if self.prefilling.insert(lease.id) {
-            self.prefilling_ms += lease.prefill_ms;
-            self.prefilling_tokens += u64::from(lease.uncached_tokens);
-            self.add_prefill(now_s, lease.prefill_ms);
+            self.each_prompts(lease.class, |prompts| prompts.give(now_s, lease));
         }
     }
 
@@ -226,46 +192,75 @@ impl Worker {
     pub(super) fn end_prefill(&mut self, lease: &Lease) -> bool {
         let was = self.prefilling.remove(&lease.id);
         if was {
-            self.prefilling_ms -= lease.prefill_ms;
-            self.prefilling_tokens -= u64::from(lease.uncached_tokens);
+            self.each_prompts(lease.class, |prompts| prompts.take(lease));
         }
         was
     }
 
-    pub(super) fn add_prefill(&mut self, now_s: f64, ms: f64) {
-        self.idle_at_s = self.idle_at_s.max(now_s) + ms / 1e3;
+    /// It need not be any more, if it was to be.
+    pub(super) fn drop_prefill(&mut self, now_s: f64, lease: &Lease) {
+        if self.end_prefill(lease) {
+            self.each_prompts(lease.class, |prompts| prompts.drop(now_s, lease.prefill_ms));
+        }
     }
 
-    /// So much less is to be computed than was thought.
-    pub(super) fn drop_prefill(&mut self, now_s: f64, ms: f64) {
-        self.idle_at_s = (self.idle_at_s - ms / 1e3).max(now_s);
-        self.bound_prefill(now_s);
+    /// An ask waits here for this worker, or does not any more.
+    pub(super) fn plan(&mut self, now_s: f64, class: Class, plan: &Plan, waits: bool) {
+        let (ms, tokens) = (plan.prefill_ms, plan.uncached_tokens);
+        self.each_prompts(class, |prompts| {
+            if waits {
+                prompts.plan(now_s, ms, tokens);
+            } else {
+                prompts.unplan(now_s, ms, tokens);
+            }
+        });
     }
 
     /// No more waits there than what it holds.
     pub(super) fn bound_prefill(&mut self, now_s: f64) {
-        if self.prefilling.is_empty() {
-            self.prefilling_ms = 0.0;
-        }
-        if self.planned == 0 {
-            self.planned_ms = 0.0;
-        }
-        let most_s = (self.prefilling_ms + self.planned_ms).max(0.0) / 1e3;
-        self.idle_at_s = self.idle_at_s.min(now_s + most_s);
+        self.prompts.bound(now_s);
+        self.others.bound(now_s);
     }
 
-    /// Where it stands among workers of its kind: the factor by which a prompt there delays others, and when it has
-    /// computed what it has, or had; whoever has been idle for longest comes first.
-    pub(super) fn standing(&self) -> (u64, Key) {
-        let factor = (1 + u64::from(self.decoding())) * (1 + u64::from(self.waiting()));
+    fn each_prompts(&mut self, class: Class, mut change: impl FnMut(&mut Prompts)) {
+        change(&mut self.prompts);
+        if class != Class::Batch {
+            change(&mut self.others);
+        }
+    }
+
+    /// What somebody of that class meets here.
+    pub(super) fn met(&self, class: Class) -> Met<'_> {
+        if class == Class::Batch {
+            return Met {
+                decoding: self.decoding(),
+                prompts: &self.prompts,
+                gives_way: 0,
+            };
+        }
+        let given = self.held.len() - self.held.batch_requests();
+        Met {
+            decoding: given as u32 - self.others.given(),
+            prompts: &self.others,
+            gives_way: self.held.batch_requests() as u32 + self.prompts.planned() - self.others.planned(),
+        }
+    }
+
+    /// Where it stands among workers of its kind for somebody of that class: [`factor`] by which a prompt there delays
+    /// others, and when it has computed what goes before, or had; whoever has been idle for longest comes first.
+    pub(super) fn standing(&self, class: Class) -> (u64, Key) {
+        let met = self.met(class);
         let idle_at_s = if self.is_idle() {
             self.idle_since_s
-        } else if self.waiting() == 0 {
+        } else if met.prompts.waiting() == 0 {
             f64::NEG_INFINITY
         } else {
-            self.idle_at_s
+            met.prompts.done_at_s()
         };
-        (factor, Key(idle_at_s))
+        (
+            factor(met.decoding, met.prompts.waiting(), met.gives_way),
+            Key(idle_at_s),
+        )
     }
 
     /// As a candidate for an ask, of whose prompt it holds so much, and whoever holds most so much.
@@ -277,21 +272,18 @@ impl Worker {
         hit_tokens: u32,
         most_tokens: u32,
     ) -> Candidate {
-        let pending_prefill_ms = self.pending_ms(now_s);
-        let (all_ms, all_tokens) = (
-            self.prefilling_ms + self.planned_ms,
-            self.prefilling_tokens + self.planned_tokens,
-        );
+        let met = self.met(ask.class);
         let work_ms = |hit_tokens| kinds.prefill_ms(self.kind, self.pace, ask.prompt_tokens - hit_tokens, hit_tokens);
         Candidate {
-            pending_prefill_ms,
-            pending_prefill_tokens: (pending_prefill_ms / all_ms.max(1e-9) * all_tokens as f64) as u64,
+            pending_prefill_ms: met.prompts.pending_ms(now_s),
+            pending_prefill_tokens: met.prompts.pending_tokens(now_s),
             prefill_ms: work_ms(hit_tokens),
             copy_ms: copy_ms(work_ms, hit_tokens, most_tokens),
             idle_ms: self.idle_ms(now_s).unwrap_or(0.0),
             hit_tokens,
-            decoding: self.decoding(),
-            waiting: self.waiting(),
+            decoding: met.decoding,
+            waiting: met.prompts.waiting(),
+            gives_way: met.gives_way,
             active_tokens: self.kv_demand_tokens(),
             cached_tokens: u64::from(self.load.kv_blocks_cached) * u64::from(self.hello.description.block_tokens),
         }
@@ -327,6 +319,12 @@ impl Worker {
     pub(super) fn taken_by_others(&self) -> i64 {
         let others = self.held.choices - self.held.batch() + self.promised.choices;
         others as i64 - i64::from(self.slots)
+    }
+
+    /// Whether it has so many slots that none but batch requests take, which could give way.
+    pub(super) fn could_make_way(&self, choices: u32) -> bool {
+        let fits = self.taken_by_others() + i64::from(choices) <= 0;
+        fits && self.held.batch() > 0 && self.ready() && self.reserved_for.is_none()
     }
 
     /// Whether others go before this ask, since they were put aside.
@@ -385,19 +383,40 @@ impl Worker {
             }
         }
         let prefilling = self.prefilling.iter().filter_map(|id| leases.get(id));
-        let known = prefilling.filter(|lease| !self.unreported.contains(lease));
-        let known_tokens: u64 = known.map(|lease| u64::from(lease.uncached_tokens)).sum();
+        let (mut known_tokens, mut known_others) = (0, 0);
+        for lease in prefilling.filter(|lease| !self.unreported.contains(lease)) {
+            let tokens = u64::from(lease.uncached_tokens);
+            known_tokens += tokens;
+            known_others += if lease.class == Class::Batch { 0 } else { tokens };
+        }
         // What it has computed of them: of one prompt from its start, mostly, and the beginning of a prompt costs less than
         // its end. A report counts prompts that wait in full, so this errs towards too little.
-        let done_tokens = (self.prefilling_tokens)
+        let done_tokens = (self.prompts.given_tokens())
             .saturating_sub(self.reported_prompt_tokens)
             .min(known_tokens);
-        let mut left_ms = self.prefilling_ms;
-        if done_tokens > 0 {
+        let left_ms = |prompts: &Prompts, done_tokens: u64| {
+            if done_tokens == 0 {
+                return prompts.given_ms();
+            }
             let done_tokens = u32::try_from(done_tokens).unwrap_or(u32::MAX);
-            left_ms = (left_ms - kinds.prefill_ms(self.kind, self.pace, done_tokens, 0)).max(0.0);
-        }
-        self.idle_at_s = now_s + (left_ms + self.planned_ms) / 1e3;
-        self.bound_prefill(now_s);
+            (prompts.given_ms() - kinds.prefill_ms(self.kind, self.pace, done_tokens, 0)).max(0.0)
+        };
+        // Batch work is computed last.
+        let (all_ms, others_ms) = (
+            left_ms(&self.prompts, done_tokens),
+            left_ms(&self.others, done_tokens.min(known_others)),
+        );
+        self.prompts.believe(now_s, all_ms);
+        self.others.believe(now_s, others_ms);
     }
+}
+
+/// What somebody meets at a worker, before whom some of it may stand back.
+pub(super) struct Met<'a> {
+    /// Requests that decode.
+    pub decoding: u32,
+    /// Prompts to be computed first.
+    pub prompts: &'a Prompts,
+    /// Requests that give way.
+    pub gives_way: u32,
 }

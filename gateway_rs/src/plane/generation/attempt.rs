@@ -253,6 +253,7 @@ impl Attempt {
             );
             span.set("headrace.place.decoding", i64::from(reason.decoding));
             span.set("headrace.place.waiting", i64::from(reason.waiting));
+            span.set("headrace.place.gives_way", i64::from(reason.gives_way));
             span.set("headrace.place.score", f64::from(reason.score));
         }
         drop(span);

@@ -121,7 +121,7 @@ fn what_will_be_late_is_refused_when_that_is_certain() {
         "3 s less 1.2 of what its prompt takes"
     );
     // Nothing of it is counted at the worker any more.
-    assert_eq!(bench.core.fleet().workers[&bench.links["A"]].planned, 0);
+    assert_eq!(bench.core.fleet().workers[&bench.links["A"]].prompts.planned(), 0);
 }
 
 #[test]
@@ -441,6 +441,32 @@ fn a_search_does_not_grow_with_the_fleet() {
     assert!(large < 80.0, "{small} workers looked at of 10, {large} of 1,000");
 }
 
+/// Batch work gives way: who queues behind another's prompt to be where there is less of it waits for nothing.
+#[test]
+fn interactive_prompts_do_not_queue_for_each_other_beside_batch_work() {
+    let mut bench = Bench::with(Policy {
+        dispatch_ahead_s: 1e9,
+        ..policy()
+    });
+    bench.run_all("router r\nworker A slots=64 context=100000\nworker B slots=64 context=100000");
+    bench.teach("A", 1.0);
+    bench.teach("B", 1.0);
+    let at = |bench: &Bench, number| bench.grant(number).unwrap().worker_id.to_string();
+    bench.run("ask 1 prompt=300 cls=interactive");
+    let first = at(&bench, 1);
+    // All of it goes to the other one, which has much more to do then.
+    for number in 10..14 {
+        bench.run(&format!("ask {number} prompt=40 cls=batch"));
+        assert_ne!(at(&bench, number), first);
+    }
+    bench.run("ask 2 prompt=300 cls=interactive");
+    assert_ne!(at(&bench, 2), first);
+    assert_eq!(bench.grant(2).unwrap().why.gives_way, 4);
+    // Where there is less of it, among equals.
+    bench.run_all("release 1\nrelease 2\nask 3 prompt=300 cls=standard");
+    assert_eq!(at(&bench, 3), first);
+}
+
 #[test]
 fn a_slow_worker_gets_less() {
     let mut bench = Bench::with(policy());
@@ -468,7 +494,7 @@ proptest! {
     #[test]
     fn the_best_worker_is_found_without_looking_at_all(seed in any::<u64>()) {
         let mut rng = StdRng::seed_from_u64(seed);
-        let policy = Policy { dispatch_ahead_s: 1e9, shed: false, heartbeats_missed: 100_000, ..policy() };
+        let policy = Policy { dispatch_ahead_s: 1e9, shed: false, preempt: false, heartbeats_missed: 100_000, ..policy() };
         let mut bench = Bench::with(policy);
         bench.run("router r");
         let workers = rng.random_range(2..12);
@@ -483,11 +509,14 @@ proptest! {
             let (family, depth) = (rng.random_range(0..4_u64), rng.random_range(0..30_u64));
             let blocks: Vec<u64> = (1..=depth).map(|block| family * 1000 + block).collect();
             let prompt = depth as u32 * 16 + rng.random_range(1..400);
-            let ask = Ask { prompt_tokens: prompt, block_hashes: blocks.clone(), ..Ask::default() };
+            // What is no batch work does not see it.
+            let (class, cls) = [(Class::Batch, "batch"), (Class::Standard, "standard"), (Class::Interactive, "interactive")]
+                [rng.random_range(0..3)];
+            let ask = Ask { prompt_tokens: prompt, block_hashes: blocks.clone(), class, ..Ask::default() };
             let expected = bench.core.brute_force(bench.now_s, "p", &ask);
             let blocks = blocks.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
             let now_s = bench.now_s;
-            bench.run(&format!("ask {number} prompt={prompt} blocks={blocks}"));
+            bench.run(&format!("ask {number} prompt={prompt} blocks={blocks} cls={cls}"));
             match (bench.grant(number).cloned(), expected) {
                 (Some(grant), Some(scores)) => {
                     let least = scores.values().copied().fold(f64::INFINITY, f64::min);

@@ -665,6 +665,6 @@ fn a_full_fleet_is_not_searched() {
     for index in 0..100 {
         bench.run_all(&format!("worker w{index}\nask {index}"));
     }
-    assert!(bench.core.fleet().pools["p"].open_workers() == 0);
+    assert!(bench.core.fleet().pools["p"].at.is_empty());
     assert!(matches!(bench.run("ask 1000")[..], [Action::Waits { .. }]));
 }
