@@ -3,8 +3,7 @@
 `mesh`: a real model on so many workers, and `headrace bench` with common beginnings, once for each way: the default
 placement, round robin, fewest requests, and the default where no request reuses anything. Each way starts a mesh of its
 own. `prefilled` is what workers computed of the prompts (their own count), beside the least possible: each beginning
-once, one at least on each worker that took part, and each rest. Only whole blocks are shared, so of a beginning that
-does not end with a block the last tokens are computed for each request; the second ratio is to the least with those.
+once, one at least on each worker that took part, and each rest.
 
 `index`: 64 workers, prompts of 2,048 blocks of 16 tokens, an eighth of which is one of 32 beginnings; each is stored by
 one worker as events of 64 blocks; then prompts of 1k, 8k and 32k tokens are matched: held, held by half, or not held.
@@ -259,7 +258,6 @@ def measure_way(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     drawn = len({prompts.prefix(number + 1) for number in range(requests)})
     once = max(used, drawn)
     least = sum(prompt.values()) - (requests - once) * arguments.shared
-    by_blocks = least + (requests - once) * (arguments.shared % BLOCK_TOKENS)
     return {
         "way": name,
         "requests": requests,
@@ -269,7 +267,6 @@ def measure_way(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "prefilled_tokens": computed,
         "least_possible": least,
         "ratio": computed / least,
-        "ratio_by_blocks": computed / by_blocks,
         "ttft_s": said["ttft_s"],
         "wall_s": said.get("duration_s"),
     }
@@ -308,8 +305,7 @@ def mesh_part(arguments: argparse.Namespace) -> None:
         print(
             f"{row['way']:15s} {row['requests']} requests, {row['prefixes']} beginnings, {row['workers_used']} "
             f"workers: prefilled {row['prefilled_tokens']} of {row['prompt_tokens']} = {row['ratio']:.2f} x the least "
-            f"possible, {row['ratio_by_blocks']:.2f} x that of whole blocks; TTFT p50 {ttft['p50']:.3f} s, p99 "
-            f"{ttft['p99']:.3f} s",
+            f"possible; TTFT p50 {ttft['p50']:.3f} s, p99 {ttft['p99']:.3f} s",
             flush=True,
         )
 

@@ -119,8 +119,8 @@ def test_the_accounts_are_what_is_there(seed: int, blocks: int, lanes: int, besi
             assert ledger.running or headroom + kv.blocks_for(len(ids)) > blocks
             return
         assert lane.id not in ledger.running
-        reused = len(lane.path) * SIZE
-        assert reused < len(ids)
+        reused = kv.there(lane)
+        assert len(lane.path) * SIZE <= reused < len(ids)
         ledger.running[lane.id] = (lane, ids, reused)
 
     def some() -> tuple[Lane, list[int], int] | None:
@@ -255,6 +255,75 @@ def test_kv_from_elsewhere_is_found_by_whoever_comes_and_pushes_out_no_beginning
         lane = kv.admit([2] * 7, Scope(), reuse=True, headroom=0)
         assert lane is not None
         assert len(lane.path) == 3
+
+
+def test_a_block_that_begins_alike_is_computed_from_where_it_differs() -> None:
+    """Of a head that ends inside a block nothing is computed twice, whoever holds it; few ids are not worth it."""
+
+    def eights(ids: list[int], lora: str, salt: bytes) -> list[int]:
+        return [hash((tuple(ids[: end + 8]), lora, salt)) & (2**64 - 1) for end in range(0, len(ids) - 7, 8)]
+
+    for beside in (None, 8):
+        ledger = Ledger(kv := KvAccounts(16, 8, 4, hash_blocks=eights, keep_beside=beside), beside)
+
+        def admit(ids: list[int], kv: KvAccounts = kv, ledger: Ledger = ledger) -> Lane:
+            lane = kv.admit(ids, Scope(), reuse=True, headroom=0)
+            assert lane is not None
+            ledger.running[lane.id] = (lane, ids, kv.there(lane))
+            ledger.settle()
+            return lane
+
+        def compute(lane: Lane, ids: list[int], kv: KvAccounts = kv, ledger: Ledger = ledger) -> None:
+            for position in range(kv.there(lane), len(ids)):
+                ledger.cells.setdefault(lane.id, {})[position] = tuple(ids[: position + 1])
+            ledger.running[lane.id] = (lane, ids, len(ids))
+            kv.commit(lane, ids, len(ids))
+            ledger.settle()
+
+        head = list(range(100, 113))
+        first, second, third, fourth = (
+            [*head, *range(10)],
+            [*head, *range(20, 30)],
+            [*head[:9], 7, 7, 7, 7],
+            [*head, 20, 1],
+        )
+        one = admit(first)
+        compute(one, first)
+        # From whoever runs.
+        other = admit(second)
+        assert kv.there(other) == len(head)
+        compute(other, second)
+        del ledger.running[one.id]
+        kv.close(one, first, len(first), keep=True)
+        ledger.settle()
+        # One id is nothing; of two blocks that begin alike the one with more.
+        assert kv.there(admit(third)) == 8
+        last = admit(fourth)
+        assert kv.there(last) == len(head) + 1
+        compute(last, fourth)
+        del ledger.running[other.id], ledger.running[last.id]
+        kv.close(other, second, len(second), keep=True)
+        kv.close(last, fourth, len(fourth), keep=True)
+        ledger.settle()
+        # From what is kept; of the same text all but one id.
+        assert kv.there(admit([*head, *range(40, 50)])) == len(head)
+        assert kv.there(admit([*head, 20, 21, 22])) == len(head) + 2
+
+
+def test_who_has_begun_with_another_block_follows_the_same_one_when_it_comes() -> None:
+    kv = KvAccounts(16, 4, 4, hash_blocks=None, keep_beside=8)
+    old, head = [1, 2, 3, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8]
+    lane = kv.admit(old, Scope(), reuse=True, headroom=0)
+    assert lane is not None
+    kv.commit(lane, old, len(old))
+    first = kv.admit([*head, 1], Scope(), reuse=True, headroom=0)
+    second = kv.admit([*head, 2], Scope(), reuse=True, headroom=0)
+    assert first is not None
+    assert second is not None
+    assert (kv.there(first), kv.there(second)) == (3, 3)
+    kv.commit(first, [*head, 1], 9)
+    assert kv.advance(second, [*head, 2], 3) == 8
+    assert second.blocks == 3
 
 
 def test_what_is_kept_already_is_not_saved_again() -> None:

@@ -777,7 +777,7 @@ class Composer:
             return None
         del self._waiting[0]
         self._seat(sequence, lane, now)
-        sequence.computed = len(lane.path) * self.limits.block_tokens
+        sequence.computed = self.kv.there(lane)
         if state.admitted_s is None:
             state.admitted_s = now
         self._count_cached(sequence, sequence.computed)

@@ -9,6 +9,9 @@ for others, in block events) can never make two texts the same. Its roots are sc
 The invariant that all rests on: **a lane that is on a node is on all of the node's ancestors.** So any one lane of a
 node can serve as the source from which its whole prefix is copied.
 
+Where no further block is the same, one may begin alike: what a lane has in common with it is copied too, and computed
+on from there. So of a beginning that ends inside a block nothing is computed twice either; the block is the lane's own.
+
 What no lane uses any more is *kept* for reuse, block by block, each in a numbered *place*: saved when its last lane
 leaves, loaded when a new one comes. Places are either **beside** the KV (``keep_beside`` of them: llama.cpp, whose
 attention looks at every cell in use, so that what is kept among the cells would slow down every step of everybody; its
@@ -26,11 +29,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from headrace.worker.engine import BlockChange, BlocksRemoved, BlocksStored
 
 #: Of what is kept, what one beginning may have while others want room: the share that the prefix index gives a root.
 BEGINNING_SHARE = 0.5
+
+#: Of a block that only begins alike, so many parts in one are worth being copied.
+LEAST_PART = 4
+
+#: Blocks that follow the same one and are looked at for how they begin, the newest first.
+MOST_ALIKE = 8
 
 #: The chained hashes of the full blocks of these ids: ``hash_blocks(ids, lora, salt)``.
 HashBlocks = Callable[[list[int], str, bytes], list[int]]
@@ -123,6 +133,8 @@ class Lane:
     #: Its shared blocks, from the root's child on.
     path: list[_Node] = field(default_factory=list)
     private_blocks: int = 0
+    #: Tokens behind the path that were copied from a block which begins alike, while nothing is computed after them.
+    begun: int = 0
     hashes: list[int] = field(default_factory=list)
 
     @property
@@ -132,6 +144,16 @@ class Lane:
 
 def _is_there(node: _Node) -> bool:
     return bool(node.lanes) or node.place is not None
+
+
+def _common(these: Sequence[int], those: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    count = 0
+    for one, other in zip(these, those, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
 
 
 class Intake:
@@ -211,8 +233,8 @@ class KvAccounts:
     # --- a lane's life -----------------------------------------------------------------------------------------------
 
     def admit(self, ids: list[int], scope: Scope, *, reuse: bool, headroom: int) -> Lane | None:
-        """A lane with blocks for all of the ids, of which ``len(path)`` are there already; None when they do not fit
-        beside ``headroom`` further blocks. At least the last id is left to be computed."""
+        """A lane with blocks for all of the ids, of which :meth:`there` says how many are there already; None when they
+        do not fit beside ``headroom`` further blocks. At least the last id is left to be computed."""
         if not self._lane_ids:
             return None
         path = self._match(self._roots.get(scope), 0, ids) if reuse else []
@@ -223,17 +245,28 @@ class KvAccounts:
         lane = Lane(self._lane_ids.pop(), scope)
         self._attach(lane, path)
         self._add_private(lane, wanted)
+        if reuse:
+            self._begin(lane, ids)
         return lane
+
+    def there(self, lane: Lane) -> int:
+        """Tokens that were there when it came; before anything is computed on it."""
+        return len(lane.path) * self.block_tokens + lane.begun
 
     def advance(self, lane: Lane, ids: list[int], computed: int) -> int:
         """Looks again for blocks that others have computed since; the tokens that are there now."""
-        if computed != len(lane.path) * self.block_tokens:
+        if computed != self.there(lane):
             return computed
         found = self._match(lane.path[-1] if lane.path else self._roots.get(lane.scope), len(lane.path), ids)
         if found:
+            if lane.begun:
+                self._operations.append(TrimLane(lane.id, len(lane.path) * self.block_tokens))
+                lane.begun = 0
             self._add_private(lane, -len(found))
             self._attach(lane, found)
-        return len(lane.path) * self.block_tokens
+        if not lane.begun:
+            self._begin(lane, ids)
+        return self.there(lane)
 
     def grow(self, lane: Lane, tokens: int) -> bool:
         """Makes the lane hold so many tokens, giving up kept blocks for it; False when there are none left."""
@@ -250,6 +283,7 @@ class KvAccounts:
 
         A block that another lane has computed meanwhile is stored once: this lane gives up its own and takes that one.
         """
+        lane.begun = 0
         full = computed // self.block_tokens
         first = len(lane.path)
         if full <= first:
@@ -435,6 +469,31 @@ class KvAccounts:
             self._enter(lane, node)
         for node in reversed(lane.path):
             self._touch(node)
+
+    def _begin(self, lane: Lane, ids: list[int]) -> None:
+        """Copies what the lane's next block has in common with one that is there, where that is worth it."""
+        parent = lane.path[-1] if lane.path else self._roots.get(lane.scope)
+        if parent is None:
+            return
+        start = len(lane.path) * self.block_tokens
+        own = ids[start : start + self.block_tokens]
+        # The very same when it is the last: of it, too, one id is to be computed.
+        same = parent.children.get(tuple(own))
+        alike = (same,) if same is not None else islice(reversed(parent.children.values()), MOST_ALIKE)
+        most, best = max(self.block_tokens // LEAST_PART, 1) - 1, None
+        for node in alike:
+            if (common := min(_common(own, node.ids), len(ids) - 1 - start)) > most:
+                most, best = common, node
+        if best is None:
+            return
+        lane.begun = most
+        if best.lanes:
+            self._operations.append(CopyLane(next(iter(best.lanes)), lane.id, start, start + most))
+        else:
+            assert best.place is not None
+            self._operations.append(LoadBlock(lane.id, best.place, start, start + self.block_tokens))
+            self._operations.append(TrimLane(lane.id, start + most))
+        self._touch_path(best)
 
     def _enter(self, lane: Lane, node: _Node) -> None:
         if not node.lanes:
