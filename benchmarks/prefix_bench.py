@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what the mesh computes of them, and what the index of who holds them costs.
+r"""Prompts that begin alike: what the mesh computes of them, and what the index of who holds them costs.
 
 `mesh`: a real model on so many workers, and `headrace bench` with common beginnings, once for each way: the default
 placement, round robin, fewest requests, and the default where no request reuses anything. Each way starts a mesh of its
@@ -14,6 +14,8 @@ a process of its own.
     .venv/bin/python benchmarks/prefix_bench.py index --dynamo ~/.cache/headrace-peers/dyn/bin/python
     .venv/bin/python benchmarks/prefix_bench.py mesh
     .venv/bin/python benchmarks/prefix_bench.py mesh --prefixes 8 --shared 512 --prompt-tokens 544
+    .venv/bin/python benchmarks/prefix_bench.py mesh --ways default --workers 1 --prefixes 16 --shared 512 \
+        --prompt-tokens 544 --concurrency 2 --worker prefix_cache_mib=32 --worker prefix_cache_disk_mib=1024
 """
 
 from __future__ import annotations
@@ -230,6 +232,7 @@ def measure_way(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 threads=1,
                 slots=8,
                 kv_tokens=arguments.kv_tokens,
+                **dict(pair.split("=", 1) for pair in arguments.worker),
             )
         before = totals(mesh)
         command = [
@@ -335,6 +338,7 @@ def main() -> None:
     mesh.add_argument("--prompt-tokens", type=int, default=1550)
     mesh.add_argument("--output-tokens", type=int, default=8)
     mesh.add_argument("--kv-tokens", type=int, default=32768)
+    mesh.add_argument("--worker", action="append", default=[], metavar="KEY=VALUE", help="another setting of workers")
     mesh.add_argument("--json", action="store_true")
     mesh.set_defaults(run=mesh_part)
     arguments = parser.parse_args()

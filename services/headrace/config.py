@@ -387,6 +387,14 @@ class WorkerConfig:
         minimum=0,
         maximum=1 << 20,
     )
+    prefix_cache_disk_mib: int = setting(
+        0,
+        "llama_cpp engine: MiB of disk for what that memory has no room for; taken at the start, used while loading "
+        "from it takes less time than computing, and gone with the worker",
+        minimum=0,
+        maximum=1 << 24,
+    )
+    prefix_cache_dir: str = setting("", "where on disk; empty = beside the model's weights")
     role: str = setting(
         # What it is for, not what it can: see `scheduler.disaggregation`.
         "both",

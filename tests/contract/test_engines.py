@@ -11,6 +11,7 @@ import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -436,6 +437,33 @@ def real(bench: Bench) -> Bench:
     if bench.engine.describe().engine != "llama_cpp":
         pytest.skip("needs a model")
     return bench
+
+
+@pytest.mark.model
+async def test_what_was_moved_to_disk_is_what_was_computed(tmp_path: Path) -> None:
+    """Memory for two blocks or so: nearly all of a prompt's KV comes from the file."""
+    from headrace import models
+    from headrace.worker.engines.llama_cpp import LlamaBackend
+
+    config = dataclasses.replace(
+        CONFIG, prefix_cache_mib=1, prefix_cache_disk_mib=32, prefix_cache_dir=str(tmp_path / "kv")
+    )
+    bench = Bench(BatchLoop(LlamaBackend(models.prepare("embedded"), config), hash_blocks=names))
+    await bench.start()
+    try:
+        prompts, cached, ids = (long_prompt(7, 200), long_prompt(8, 200)), [], []
+        for prompt in (*prompts, *prompts):
+            request = bench.submit(prompt, max_tokens=9, ignore_eos=True)
+            ids.append((await bench.ended(request))[0].ids)
+            cached.append(bench.cached[request.key])
+        assert ids[:2] == ids[2:]
+        assert cached[:2] == [0, 0]
+        # All but one id, as from memory.
+        assert cached[2:] == [199, 199]
+        assert (await bench.at_rest()).kv_blocks_cached == 2 * (208 // 16)
+    finally:
+        await bench.engine.stop()
+    assert not list((tmp_path / "kv").iterdir())
 
 
 SCHEMA = {

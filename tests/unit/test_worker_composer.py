@@ -32,7 +32,7 @@ from headrace.worker.engine import (
     Stopping,
     TokenLogprobs,
 )
-from headrace.worker.kv import CopyLane, LoadBlock, SaveBlock, TrimLane
+from headrace.worker.kv import CopyLane, LoadBlock, MoveBlock, SaveBlock, TrimLane
 from headrace.worker.validate import CLASS_TTFT_S
 
 EOS = 99
@@ -107,6 +107,8 @@ class FakeKv:
                 ):
                     assert position not in target, "a cell is loaded over another"
                     target[position] = Cell(cell.text)
+            elif isinstance(operation, MoveBlock):
+                self.places[operation.target] = self.places.pop(operation.source)
             elif isinstance(operation, TrimLane):
                 lane = self.lanes.get(operation.lane, {})
                 end = operation.end if operation.end >= 0 else 1 << 30
@@ -736,7 +738,15 @@ def test_any_interleaving_keeps_the_books(
         place = (sequence.request.key, sequence.choice, sequence.drawn)
         return ends.setdefault(place, EOS if dice.random() < 0.1 else says(sequence.ids, sequence.choice))
 
-    bounds = limits(kv_blocks=kv_blocks, keep_beside=beside, context_tokens=60, draft_tokens=drafts, drafting=drafting)
+    on_disk = (beside or 0) // 2
+    bounds = limits(
+        kv_blocks=kv_blocks,
+        keep_beside=beside,
+        on_disk=on_disk,
+        context_tokens=60,
+        draft_tokens=drafts,
+        drafting=drafting,
+    )
     world = World(bounds, draw=draw, guess=guess if drafting else None)
     cancelled: set[int] = set()
     key = 0

@@ -13,7 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.worker.engine import BlocksRemoved, BlocksStored
-from headrace.worker.kv import CopyLane, FillPlace, Intake, KvAccounts, Lane, LoadBlock, SaveBlock, Scope, TrimLane
+from headrace.worker.kv import (
+    DISK_TRIES,
+    CopyLane,
+    FillPlace,
+    Intake,
+    KvAccounts,
+    Lane,
+    LoadBlock,
+    MoveBlock,
+    SaveBlock,
+    Scope,
+    TrimLane,
+)
 
 SIZE = 2
 
@@ -45,6 +57,8 @@ class Ledger:
                 ):
                     assert position not in target
                     target[position] = text
+            elif isinstance(operation, MoveBlock):
+                self.places[operation.target] = self.places.pop(operation.source)
             elif isinstance(operation, FillPlace):
                 self.places[operation.place] = pickle.loads(operation.kv)
                 assert self.places[operation.place][-1][-SIZE:] == operation.ids
@@ -97,10 +111,11 @@ class Ledger:
     blocks=st.integers(3, 14),
     lanes=st.integers(2, 6),
     beside=st.none() | st.integers(0, 9),
+    on_disk=st.integers(0, 9),
 )
-def test_the_accounts_are_what_is_there(seed: int, blocks: int, lanes: int, beside: int | None) -> None:
+def test_the_accounts_are_what_is_there(seed: int, blocks: int, lanes: int, beside: int | None, on_disk: int) -> None:
     dice = random.Random(seed)
-    kv = KvAccounts(blocks, SIZE, lanes, hash_blocks=names, keep_beside=beside)
+    kv = KvAccounts(blocks, SIZE, lanes, hash_blocks=names, keep_beside=beside, on_disk=min(on_disk, beside or 0))
     ledger = Ledger(kv, beside)
     fresh = iter(range(10**6))
 
@@ -122,6 +137,9 @@ def test_the_accounts_are_what_is_there(seed: int, blocks: int, lanes: int, besi
         reused = kv.there(lane)
         assert len(lane.path) * SIZE <= reused < len(ids)
         ledger.running[lane.id] = (lane, ids, reused)
+
+    def find_the_disk_slow_or_not() -> None:
+        kv.disk_pays = dice.random() < 0.5
 
     def some() -> tuple[Lane, list[int], int] | None:
         return dice.choice(list(ledger.running.values())) if ledger.running else None
@@ -186,6 +204,7 @@ def test_the_accounts_are_what_is_there(seed: int, blocks: int, lanes: int, besi
                 return
 
     calls: list[Callable[[], None]] = [admit, admit, compute, compute, compute, grow, fork, close, take_in]
+    calls.append(find_the_disk_slow_or_not)
     for _ in range(60):
         dice.choice(calls)()
         ledger.settle()
@@ -237,6 +256,43 @@ def test_what_is_kept_beside_is_bounded_and_takes_nothing_from_those_that_run() 
     assert again is not None
     assert len(again.path) == 2
     assert accounts.cached_blocks == 3
+
+
+def test_what_memory_has_no_room_for_goes_to_disk_and_is_loaded_from_there_while_that_pays() -> None:
+    kv = KvAccounts(8, SIZE, 4, hash_blocks=None, keep_beside=6, on_disk=4)
+
+    def use(start: int) -> list[object]:
+        ids = [start] * (2 * SIZE + 1)
+        lane = kv.admit(ids, Scope(), reuse=True, headroom=0)
+        assert lane is not None
+        kv.commit(lane, ids, len(ids))
+        kv.close(lane, ids, len(ids), keep=True)
+        return [each for each in kv.take_operations() if isinstance(each, (SaveBlock, LoadBlock, MoveBlock))]
+
+    def loaded(start: int) -> list[int]:
+        return [each.place for each in use(start) if isinstance(each, LoadBlock)]
+
+    assert all(isinstance(each, SaveBlock) for each in use(1))
+    # The oldest make room, from their end, and are moved before their places are written over.
+    first, second, third, fourth = use(2)
+    assert (first, third) == (MoveBlock(1, 2), MoveBlock(0, 3)) or (first, third) == (MoveBlock(0, 2), MoveBlock(1, 3))
+    assert isinstance(second, SaveBlock)
+    assert isinstance(fourth, SaveBlock)
+    assert {second.place, fourth.place} == {0, 1}
+    use(3)
+    assert kv.cached_blocks == 6
+    assert all(place >= 2 for place in loaded(1))
+    assert len(loaded(1)) == 2
+    kv.disk_pays = False
+    # Now and then all the same: it may have become quicker.
+    tries = [len(loaded(1)) for _ in range(2 * DISK_TRIES)]
+    assert (tries.count(2), tries.count(0)) == (2, 2 * DISK_TRIES - 2)
+    assert len(loaded(3)) == 2
+    # Full: the least recently used goes, wherever it is.
+    kv.disk_pays = True
+    use(4)
+    assert kv.cached_blocks == 6
+    assert not loaded(2)
 
 
 def test_kv_from_elsewhere_is_found_by_whoever_comes_and_pushes_out_no_beginning_of_its_own() -> None:

@@ -72,6 +72,8 @@ class Limits:
     max_waiting: int
     #: Blocks that the engine can keep for reuse beside its KV; None: it keeps them in it, as far as there is room.
     keep_beside: int | None = None
+    #: Of these, on disk.
+    on_disk: int = 0
     #: Ids that may be guessed ahead for each sequence in a step; 0 = none.
     draft_tokens: int = 0
     #: The engine has a drafting model.
@@ -96,6 +98,8 @@ class Drawn:
     guessed: Mapping[int, tuple[list[int], int]] = field(default_factory=dict)
     #: Ids that it computed at once, and the seconds that took.
     guessing: Seq[tuple[int, float]] = ()
+    #: Whether what is kept on disk is sooner loaded than computed.
+    disk_pays: bool = True
 
 
 class Sequence:
@@ -279,6 +283,7 @@ class Composer:
             hash_blocks=hash_blocks,
             keep=keep_prefixes,
             keep_beside=limits.keep_beside,
+            on_disk=limits.on_disk,
         )
         self.speculation = Speculation(limits.draft_tokens)
         self._states: dict[int, _RequestState] = {}
@@ -511,6 +516,7 @@ class Composer:
 
     def complete(self, step: Step, drawn: Drawn, now: float) -> None:
         """The step has been computed, and these ids were drawn."""
+        self.kv.disk_pays = drawn.disk_pays
         for place, chunk in enumerate(step.chunks):
             self._computed(chunk, drawn.prompt_logprobs.get(place), now)
         if self.limits.draft_tokens and not step.chunks and step.decodes:

@@ -15,7 +15,8 @@ on from there. So of a beginning that ends inside a block nothing is computed tw
 What no lane uses any more is *kept* for reuse, block by block, each in a numbered *place*: saved when its last lane
 leaves, loaded when a new one comes. Places are either **beside** the KV (``keep_beside`` of them: llama.cpp, whose
 attention looks at every cell in use, so that what is kept among the cells would slow down every step of everybody; its
-places are plain memory) or **in** it, as cells that are free on demand. The least recently used goes first; a path is
+places are plain memory, and the last ``on_disk`` of them a file: what is saved is in memory first, and moves there when
+others want its place) or **in** it, as cells that are free on demand. The least recently used goes first; a path is
 touched from its end, so that a block always goes before those it follows. A *beginning* (all that has the same first
 block) that has more than its share of what is kept makes room among its own, so that one hot prompt with ever new
 continuations cannot push out all others.
@@ -38,6 +39,9 @@ BEGINNING_SHARE = 0.5
 
 #: Of a block that only begins alike, so many parts in one are worth being copied.
 LEAST_PART = 4
+
+#: When what is on disk takes longer to load than to compute, one find in so many is loaded all the same, to see.
+DISK_TRIES = 16
 
 #: Blocks that follow the same one and are looked at for how they begin, the newest first.
 MOST_ALIKE = 8
@@ -86,6 +90,14 @@ class LoadBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveBlock:
+    """What is in place ``source`` is in ``target`` from now on."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class FillPlace:
     """KV that another worker has computed for these ids (and all before them) is written to ``place``."""
 
@@ -94,7 +106,7 @@ class FillPlace:
     kv: bytes
 
 
-Operation = CopyLane | TrimLane | SaveBlock | LoadBlock | FillPlace
+Operation = CopyLane | TrimLane | SaveBlock | LoadBlock | MoveBlock | FillPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +194,29 @@ class KvAccounts:
         hash_blocks: HashBlocks | None,
         keep: bool = True,
         keep_beside: int | None = None,
+        on_disk: int = 0,
     ) -> None:
-        """``keep``: whether anything is kept for reuse; ``keep_beside``: so many blocks beside the KV, None = in it."""
+        """``keep``: whether anything is kept for reuse; ``keep_beside``: so many blocks beside the KV, None = in it;
+        ``on_disk``: so many of these."""
         self.total_blocks = total_blocks
         self.block_tokens = block_tokens
         self._hash_blocks = hash_blocks
         self._beside = keep_beside is not None
         places = total_blocks if keep_beside is None else keep_beside
         self._places = places if keep else 0
-        self._free_places = list(range(self._places - 1, -1, -1))
+        #: Places from here on are on disk.
+        self._in_memory = self._places - (on_disk if keep and self._beside else 0)
+        self._free_places = list(range(self._in_memory - 1, -1, -1))
+        self._free_on_disk = list(range(self._places - 1, self._in_memory - 1, -1))
+        #: Whether what is on disk is sooner loaded than computed.
+        self.disk_pays = True
+        self._disk_finds = 0
         self._lane_ids = list(range(lanes - 1, -1, -1))
         self._roots: dict[Scope, _Node] = {}
         #: All that have a place; the least recently used first, no block before those that follow it.
         self._kept: OrderedDict[_Node, None] = OrderedDict()
+        #: Those of them that are in memory, in that order.
+        self._kept_in_memory: OrderedDict[_Node, None] = OrderedDict()
         #: The same by beginning, each in that order.
         self._kept_of: dict[_Node, OrderedDict[_Node, None]] = {}
         self._used_nodes = 0
@@ -401,7 +423,7 @@ class KvAccounts:
                 return False
             if depth and not _is_there(parent):
                 # Nobody had touched it for long.
-                self._free_places.append(place)
+                self._give_back(place)
                 return False
             if not intake.hashes and self._hash_blocks is not None:
                 intake.hashes = self._hash_blocks(intake.ids, intake.scope.lora, intake.scope.salt)
@@ -421,13 +443,13 @@ class KvAccounts:
     def _place_for(self, depth: int, parent: _Node, removed: list[int]) -> int | None:
         """A free place for a block behind ``depth`` others, of which ``parent`` is the last."""
         room = self._places if self._beside else self.available_blocks
-        while not self._free_places or len(self._kept) >= room:
+        while not self._has_free_place or len(self._kept) >= room:
             # With so few kept, the oldest may be its own beginning.
             if len(self._kept) <= depth:
                 return None
             alike = len(self._kept_of.get(parent.beginning, ()))
             self._give_up_one(parent.beginning if alike > depth else None, removed)
-        return self._free_places.pop() if depth < room else None
+        return self._take_place() if depth < room else None
 
     def _touch_path(self, node: _Node | None) -> None:
         while node is not None and node.parent is not None:
@@ -449,7 +471,18 @@ class KvAccounts:
             node = node.children.get(tuple(ids[index * size : (index + 1) * size]))
             if node is not None:
                 found.append(node)
-        return found
+        return found if self.disk_pays else self._without_disk(found)
+
+    def _is_on_disk(self, node: _Node) -> bool:
+        return not node.lanes and node.place is not None and node.place >= self._in_memory
+
+    def _without_disk(self, found: list[_Node]) -> list[_Node]:
+        """What of these is worth loading while the disk is slower than computing."""
+        first = next((at for at, node in enumerate(found) if self._is_on_disk(node)), None)
+        if first is None:
+            return found
+        self._disk_finds += 1
+        return found if self._disk_finds % DISK_TRIES == 0 else found[:first]
 
     def _attach(self, lane: Lane, nodes: Sequence[_Node]) -> None:
         """The lane takes over blocks that are there: first those of running lanes, then those that are kept."""
@@ -482,7 +515,8 @@ class KvAccounts:
         alike = (same,) if same is not None else islice(reversed(parent.children.values()), MOST_ALIKE)
         most, best = max(self.block_tokens // LEAST_PART, 1) - 1, None
         for node in alike:
-            if (common := min(_common(own, node.ids), len(ids) - 1 - start)) > most:
+            common = min(_common(own, node.ids), len(ids) - 1 - start)
+            if common > most and (self.disk_pays or not self._is_on_disk(node)):
                 most, best = common, node
         if best is None:
             return
@@ -532,31 +566,56 @@ class KvAccounts:
     # --- inside: what is kept ----------------------------------------------------------------------------------------
 
     def _save(self, lane: Lane, node: _Node, depth: int, removed: list[int]) -> None:
-        if not self._free_places:
+        if not self._has_free_place:
             self._give_up_one(node.beginning, removed)
-        self._keep(node, self._free_places.pop())
+        self._keep(node, self._take_place())
         assert node.place is not None
         end = depth * self.block_tokens
         self._operations.append(SaveBlock(lane.id, node.place, end - self.block_tokens, end))
 
+    @property
+    def _has_free_place(self) -> bool:
+        return bool(self._free_places or self._free_on_disk)
+
+    def _take_place(self) -> int:
+        """One that is free; in memory, if need be by moving to disk what has not been used for longest."""
+        if self._free_places:
+            return self._free_places.pop()
+        place = self._free_on_disk.pop()
+        if not self._kept_in_memory:
+            return place
+        oldest, _ = self._kept_in_memory.popitem(last=False)
+        assert oldest.place is not None
+        self._operations.append(MoveBlock(oldest.place, place))
+        oldest.place, place = place, oldest.place
+        return place
+
+    def _give_back(self, place: int) -> None:
+        (self._free_places if place < self._in_memory else self._free_on_disk).append(place)
+
     def _keep(self, node: _Node, place: int) -> None:
         node.place = place
+        if place < self._in_memory:
+            self._kept_in_memory[node] = None
         self._kept[node] = None
         self._kept_of.setdefault(node.beginning, OrderedDict())[node] = None
 
     def _touch(self, node: _Node) -> None:
         if node.place is not None:
             self._kept.move_to_end(node)
+            if node in self._kept_in_memory:
+                self._kept_in_memory.move_to_end(node)
             self._kept_of[node.beginning].move_to_end(node)
 
     def _vacate(self, node: _Node) -> None:
         assert node.place is not None
         del self._kept[node]
+        self._kept_in_memory.pop(node, None)
         kept_of = self._kept_of[node.beginning]
         del kept_of[node]
         if not kept_of:
             del self._kept_of[node.beginning]
-        self._free_places.append(node.place)
+        self._give_back(node.place)
         node.place = None
 
     def _give_up_one(self, beginning: _Node | None, removed: list[int]) -> None:

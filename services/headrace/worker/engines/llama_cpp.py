@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 
@@ -28,8 +31,9 @@ from headrace.worker.composer import Chunk, Drawn, Limits, Sequence, Step
 from headrace.worker.engine import Guided, Request, TokenLogprobs
 from headrace.worker.engines.llama_api import MAX_SEQUENCES, Context, Grammar
 from headrace.worker.engines.llama_draft import DraftingModel
+from headrace.worker.engines.llama_kept import KeptBlocks
 from headrace.worker.guided import GuidedCompiler
-from headrace.worker.kv import CopyLane, FillPlace, LoadBlock, SaveBlock, TrimLane
+from headrace.worker.kv import CopyLane, FillPlace, LoadBlock, MoveBlock, Operation, SaveBlock, TrimLane
 from headrace.worker.loop import Interrupted
 from headrace.worker.sampling import Floats, Sampler, logprobs_of
 
@@ -54,8 +58,7 @@ class LlamaBackend:
         self._drafting: DraftingModel | None = None
         self._compiler = GuidedCompiler(folder.weights)
         self._context: Context | None = None
-        #: A row for each place in which a block's KV can be kept.
-        self._kept = np.empty((0, 0), np.uint8)
+        self._kept: KeptBlocks | None = None
         #: See ``Backend``; KV that comes is put where KV is kept.
         self.kv_block_bytes = 0
         #: Ready to be copied; the engine's thread takes them by what the request asked for.
@@ -98,12 +101,16 @@ class LlamaBackend:
             self._open_drafting(limits)
         if not config.prefix_cache:
             return replace(limits, keep_beside=0)
-        # Pages of it are taken from the system when they are first written.
-        block_bytes = self._context.state_bytes(min(config.block_tokens, config.kv_tokens))
-        self._kept = np.empty((config.prefix_cache_mib * 2**20 // block_bytes, block_bytes), np.uint8)
-        if config.kv_tokens >= config.block_tokens and len(self._kept):
-            self.kv_block_bytes = block_bytes
-        return replace(limits, keep_beside=len(self._kept))
+        kept = self._kept = KeptBlocks(
+            block_bytes=self._context.state_bytes(min(config.block_tokens, config.kv_tokens)),
+            block_tokens=config.block_tokens,
+            memory_bytes=config.prefix_cache_mib << 20,
+            disk_bytes=config.prefix_cache_disk_mib << 20,
+            folder=Path(config.prefix_cache_dir) if config.prefix_cache_dir else self._weights.parent,
+        )
+        if config.kv_tokens >= config.block_tokens and kept.places:
+            self.kv_block_bytes = kept.block_bytes
+        return replace(limits, keep_beside=kept.places, on_disk=kept.on_disk)
 
     def _open_drafting(self, limits: Limits) -> None:
         draft, config = self._draft, self._config
@@ -192,6 +199,9 @@ class LlamaBackend:
             self._drafting = None
         if context is not None:
             context.close()
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     async def aclose(self) -> None:
         """Ends the grammars' child."""
@@ -203,21 +213,15 @@ class LlamaBackend:
         """See ``Backend.execute``."""
         context = self._context
         assert context is not None
-        for operation in step.operations:
-            match operation:
-                case CopyLane(source, target, start, end):
-                    context.share(source, target, start, end)
-                case TrimLane(lane, start, end):
-                    context.remove(lane, start, end)
-                case SaveBlock(lane, place, start, end):
-                    context.save(lane, start, end, self._kept[place])
-                case LoadBlock(lane, place, start, end):
-                    context.load(lane, start, end, self._kept[place])
-                case FillPlace(place, _, kv):
-                    self._kept[place] = np.frombuffer(kv, np.uint8)
+        self._apply(context, step.operations)
         if step.empty:
             return Drawn([])
-        drawn = self._draw(step, self._compute(context, step))
+        began_s = time.perf_counter()
+        logits = self._compute(context, step)
+        if not step.decodes and self._kept is not None:
+            self._kept.computed(step.prefill_tokens, time.perf_counter() - began_s)
+        drawn = self._draw(step, logits)
+        drawn.disk_pays = self._kept is None or self._kept.disk_pays
         if step.guesses and self._drafting is not None:
             wanted = {
                 place: (sequence, [*sequence.ids, drawn.ids[place], *drawn.further.get(place, ())], count)
@@ -226,6 +230,30 @@ class LlamaBackend:
             }
             drawn.guessed, drawn.guessing = self._drafting.guess(wanted)
         return drawn
+
+    def _apply(self, context: Context, operations: Iterable[Operation]) -> None:
+        kept = self._kept
+        if kept is not None:
+            kept.will_load(each.place for each in operations if isinstance(each, LoadBlock))
+        for operation in operations:
+            match operation:
+                case CopyLane(source, target, start, end):
+                    context.share(source, target, start, end)
+                case TrimLane(lane, start, end):
+                    context.remove(lane, start, end)
+                case SaveBlock(lane, place, start, end):
+                    assert kept is not None
+                    context.save(lane, start, end, kept[place])
+                case LoadBlock(lane, place, start, end):
+                    assert kept is not None
+                    with kept.loading(place) as kv:
+                        context.load(lane, start, end, kv)
+                case MoveBlock(source, target):
+                    assert kept is not None
+                    kept[target][:] = kept[source]
+                case FillPlace(place, _, kv):
+                    assert kept is not None
+                    kept[place][:] = np.frombuffer(kv, np.uint8)
 
     def read_block(self, lane: int, start: int, end: int) -> bytes:
         """See ``Backend.read_block``."""
