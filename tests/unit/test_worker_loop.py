@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.support.engines import Bench
+from tests.support.engines import Bench, names
 from tests.support.waiting import eventually
 
 from headrace.v1 import types_pb2
-from headrace.worker.composer import Limits
+from headrace.worker.composer import Drawn, Limits, Step
 from headrace.worker.engines.sim import SimBackend
+from headrace.worker.kv import Operation, SaveBlock
 from headrace.worker.loop import BatchLoop
 from headrace.worker.timing import Timing
 
@@ -68,4 +69,29 @@ async def test_only_a_batch_prompt_is_broken_off_and_only_for_others(first: int,
         assert [len(answer.ids) for answer in answers] == [2, 1]
     finally:
         waits.go.set()
+        await bench.engine.stop()
+
+
+async def test_what_has_ended_is_kept_before_anybody_comes() -> None:
+    """Whoever comes next does not wait for it."""
+    saved: list[Operation] = []
+
+    class Backend(SimBackend):
+        def execute(self, step: Step) -> Drawn:
+            if step.empty:
+                saved.extend(step.operations)
+            return super().execute(step)
+
+    limits = Limits(4, 64, 16, 512, 256, 512, 100, keep_beside=64)
+    backend = Backend(limits, Timing(1e6, 0.0, 0.0), eos_ids=(0,), wait=lambda _: False)
+    bench = Bench(BatchLoop(backend, hash_blocks=names))
+    await bench.start()
+    try:
+        await bench.ended(bench.submit(PROMPT, max_tokens=2))
+
+        async def kept() -> bool:
+            return sum(isinstance(each, SaveBlock) for each in saved) == len(PROMPT) // 16
+
+        await eventually(kept, "all full blocks are saved with nothing to compute")
+    finally:
         await bench.engine.stop()

@@ -583,6 +583,11 @@ class Composer:
     def idle(self) -> bool:
         return not self._states
 
+    @property
+    def at_rest(self) -> bool:
+        """Idle, and the engine need not do anything either."""
+        return self.idle and not self.kv.has_operations
+
     def load(self, iteration: int) -> worker_pb2.Load:
         """All counts are made from what is there now; none is moved by hand."""
         waiting = running = waiting_prompt = running_prompt = context = 0

@@ -244,6 +244,10 @@ class KvAccounts:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
+    @property
+    def has_operations(self) -> bool:
+        return bool(self._operations)
+
     def take_operations(self) -> list[Operation]:
         operations, self._operations = self._operations, []
         return operations

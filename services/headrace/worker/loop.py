@@ -316,7 +316,8 @@ class BatchLoop:
             started()
             failures = 0
             while not self._stopping:
-                if composer.idle and not self._mailbox and not self._questions:
+                # What ended last is kept now, and not while the next one waits.
+                if composer.at_rest and not self._mailbox and not self._questions:
                     self._rested = True
                     self._wake.wait()
                 self._wake.clear()
