@@ -339,7 +339,10 @@ impl Core {
             let message = format!("the deadline passed in the queue, after {waited_s:.2} s");
             self.refuse_waiting(place, Reason::DeadlineExceeded, message, 0);
         }
-        self.queue.age(self.now_s);
+        let pools = &self.fleet.pools;
+        self.queue.age(self.now_s, |pool| {
+            pools.get(pool).map_or(1, |pool| pool.more_may_stay())
+        });
         self.pass_time_in_books();
         if self.silence_check_s <= self.now_s {
             self.drop_silent_workers();

@@ -18,6 +18,7 @@ use super::{
     leases::{Lease, Phase},
     map::{Key, Map},
     pool::{common, Identity, Order, Pool, PoolView},
+    preemption::MAX_PREEMPTED,
     queue::Plan,
     worker::Worker,
 };
@@ -109,6 +110,8 @@ impl Fleet {
             workers: BTreeSet::new(),
             ready: BTreeSet::new(),
             preempt: self.preempt,
+            slots: 0,
+            staying: 0,
             orders: BTreeMap::new(),
             at: Map::default(),
             makes_way: Order::default(),
@@ -161,7 +164,10 @@ impl Fleet {
             .ids()
             .chain(worker.aside.iter().map(|&(_, id)| id))
             .collect();
-        let leases = ids.into_iter().filter_map(|id| self.leases.remove(&id)).collect();
+        let leases: Vec<Lease> = ids.into_iter().filter_map(|id| self.leases.remove(&id)).collect();
+        if let Some(pool) = self.pools.get_mut(&worker.hello.pool) {
+            pool.staying -= leases.iter().filter(|lease| lease.stays).count() as u64;
+        }
         self.touch();
         Some((worker, leases))
     }
@@ -223,6 +229,9 @@ impl Fleet {
                     self.expected.add(worker.number, &lease.blocks);
                     if lease.phase == Phase::Prefill {
                         worker.begin_prefill(now_s, &lease);
+                    }
+                    if let Some(pool) = self.pools.get_mut(&worker.hello.pool).filter(|_| lease.stays) {
+                        pool.staying += 1;
                     }
                 }
                 self.reorder(link);
@@ -299,6 +308,9 @@ impl Fleet {
         worker.unreported.discard(lease);
         if lease.phase == Phase::Decode {
             lease.preempted += 1;
+            if lease.preempted >= MAX_PREEMPTED {
+                may_stay(&mut self.pools, &worker.hello.pool, lease);
+            }
             // Until the next report knows. One that waits holds none that could be told.
             worker.reported_kv_tokens = worker.reported_kv_tokens.saturating_sub(lease.kv_tokens);
         } else {
@@ -308,6 +320,14 @@ impl Fleet {
         lease.phase = Phase::Aside;
         worker.aside.insert((Key(now_s), id));
         self.reorder(link);
+    }
+
+    /// It gives way to nobody any more, if there are not too many such.
+    pub(super) fn stay(&mut self, link: Link, id: LeaseId) -> bool {
+        let (Some(lease), Some(worker)) = (self.leases.get_mut(&id), self.workers.get(&link)) else {
+            return false;
+        };
+        may_stay(&mut self.pools, &worker.hello.pool, lease)
     }
 
     /// It goes on: what it had said is computed again with its prompt.
@@ -392,6 +412,9 @@ impl Fleet {
             worker.arriving.discard(&lease);
             self.expected.remove(worker.number, &lease.blocks);
             worker.drop_prefill(now_s, &lease);
+            if let Some(pool) = self.pools.get_mut(&worker.hello.pool).filter(|_| lease.stays) {
+                pool.staying -= 1;
+            }
             if lease.phase == Phase::Aside {
                 worker.aside.retain(|&(_, aside)| aside != id);
             } else {
@@ -466,6 +489,18 @@ impl Fleet {
         self.version += 1;
     }
 }
+/// Makes a lease of that pool one that stays, if there are not too many; true when it is one.
+fn may_stay(pools: &mut BTreeMap<Arc<str>, Pool>, pool: &str, lease: &mut Lease) -> bool {
+    if let Some(pool) = pools
+        .get_mut(pool)
+        .filter(|pool| !lease.stays && pool.more_may_stay() > 0)
+    {
+        lease.stays = true;
+        pool.staying += 1;
+    }
+    lease.stays
+}
+
 #[cfg(test)]
 impl Fleet {
     /// What holds after every step.
@@ -543,6 +578,7 @@ impl Fleet {
         }
         let unjoined: usize = self.unjoined.values().map(BTreeSet::len).sum();
         assert_eq!(held + unjoined, self.leases.len(), "each lease is held once");
+        self.pools.values().for_each(|pool| self.check_counts(pool));
         let in_pools: usize = self.pools.values().map(|pool| pool.workers.len()).sum();
         assert_eq!(in_pools, self.workers.len());
         assert!(self
@@ -554,6 +590,17 @@ impl Fleet {
             .values()
             .all(|pool| pool.makes_way.links().count() == pool.makes_way.len()
                 && pool.makes_way.len() <= pool.ready.len()));
+    }
+
+    /// What a pool counts is what is there.
+    fn check_counts(&self, pool: &Pool) {
+        let workers = pool.workers.iter().map(|link| &self.workers[link]);
+        let ready = workers.clone().filter(|worker| worker.ready());
+        assert_eq!(pool.slots, ready.map(|worker| u64::from(worker.slots)).sum::<u64>());
+        let aside = |worker: &Worker| worker.aside.iter().map(|&(_, id)| id).collect::<Vec<_>>();
+        let ids = workers.flat_map(|worker| worker.held.ids().chain(aside(worker)));
+        let staying = ids.filter(|id| self.leases[id].stays).count() as u64;
+        assert_eq!(pool.staying, staying);
     }
 
     /// Nothing is left of leases.

@@ -66,6 +66,8 @@ pub struct Lease {
     pub tpot_target_s: f64,
     /// Times its answer was put aside.
     pub preempted: u32,
+    /// It has waited so long, or was put aside so often, that it gives way to nobody any more.
+    pub stays: bool,
     /// The router's stream, when it placed this by itself.
     pub by_credit: Option<Link>,
     /// Its request's entry in the books; 0 = it has none.

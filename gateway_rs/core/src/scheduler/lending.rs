@@ -105,6 +105,7 @@ impl Core {
             max_tokens: ask.max_tokens,
             tpot_target_s: self.policy.tpot_target_s(ask),
             preempted: 0,
+            stays: false,
             by_credit: Some(link),
             booking: ask.booking,
             prompt_only: false,

@@ -10,7 +10,6 @@ use super::{
     leases::{Lease, Phase},
     lengths::Root,
     map::Key,
-    preemption::MAX_PREEMPTED,
     queue::{Place, Urgency},
     rate::Rate,
 };
@@ -103,7 +102,8 @@ impl Core {
             output_tokens: 0,
             max_tokens: running.max_tokens,
             tpot_target_s: self.policy.tpot_target_s[Class::Standard.rank()],
-            preempted: MAX_PREEMPTED,
+            preempted: 0,
+            stays: false,
             by_credit: None,
             booking: running.booking,
             prompt_only: false,

@@ -10,7 +10,6 @@ use super::{
     lengths::Root,
     map::Key,
     pool::Part,
-    preemption::MAX_PREEMPTED,
     queue::{Place, Plan},
     search::Choice,
     worker::Worker,
@@ -437,12 +436,9 @@ impl Core {
             output_tokens: 0,
             max_tokens: ask.max_tokens,
             tpot_target_s: self.policy.tpot_target_s(ask),
-            // Who has waited so long that it came up a class is not put aside again.
-            preempted: if waiting.rank() < ask.class.rank() {
-                MAX_PREEMPTED
-            } else {
-                0
-            },
+            preempted: 0,
+            // Who has waited so long that it came up a class is not put aside.
+            stays: waiting.has_moved_up(),
             by_credit: None,
             booking: ask.booking,
             prompt_only: false,
@@ -458,6 +454,7 @@ impl Core {
                 charged: None,
                 // The books are the answer's.
                 booking: 0,
+                stays: false,
                 prompt_only: true,
                 ..lease.clone()
             };

@@ -14,6 +14,10 @@ use super::{
     worker::Worker,
 };
 
+/// Of a pool's slots one in so many may be held by requests that have waited too long to be passed over once more. Without a
+/// bound all of a backlog is of that kind after a minute; with one, the oldest always gets on.
+const STAYING_PART: u64 = 16;
+
 /// Things by a key, least first; those of equal keys form a bucket, in no order.
 #[derive(Debug)]
 pub struct Order<K> {
@@ -163,6 +167,10 @@ pub struct Pool {
     pub(super) makes_way: Order<(i64, Link)>,
     /// Batch requests give way to interactive ones.
     pub(super) preempt: bool,
+    /// Slots of those that are ready.
+    pub(super) slots: u64,
+    /// Leases that give way to nobody though their class would.
+    pub(super) staying: u64,
     /// The longest prompt that a ready worker can serve.
     pub max_prompt_tokens: u32,
     /// How many ready workers serve prompts up to that length; and of those that are for prompts only.
@@ -281,6 +289,11 @@ impl Pool {
         }
     }
 
+    /// How many more may have waited so long that nobody goes before them.
+    pub(super) fn more_may_stay(&self) -> u64 {
+        (self.slots / STAYING_PART).max(1).saturating_sub(self.staying)
+    }
+
     /// Whether a worker has slots for this ask, or has batch requests that could give it theirs.
     pub(super) fn has_slots(&self, worker: &Worker, ask: &Ask) -> bool {
         let may_push = self.preempt && ask.class == Class::Interactive;
@@ -311,6 +324,9 @@ impl Pool {
 
     /// Notes what a worker can serve; true when it is another thing than before.
     pub(super) fn refresh_ready(&mut self, worker: &mut Worker) -> bool {
+        let slots = if worker.ready() { u64::from(worker.slots) } else { 0 };
+        self.slots = self.slots + slots - worker.counted_slots;
+        worker.counted_slots = slots;
         let serves = worker.ready().then_some(worker.max_prompt_tokens);
         let counts = if worker.prompts_only() {
             &mut self.serve_prompts

@@ -11,7 +11,7 @@ use super::{
     worker::Worker,
 };
 
-/// An answer that was put aside so often is left alone.
+/// An answer that was put aside so often is left alone, if not too many are.
 pub(super) const MAX_PREEMPTED: u32 = 8;
 
 /// One that has said more than this share of what it is expected to say is put aside last.
@@ -70,16 +70,15 @@ impl Core {
             })
     }
 
-    /// Of a worker's batch requests: the last of those that wait there, which have cost nothing, but not for ever; else, of
+    /// Of a worker's batch requests: the last of those that wait there, which have cost nothing; else, of
     /// those that are far from their end, the one whose answer has cost least; else one that is near it.
     fn victim_of(&self, worker: &Worker) -> Option<LeaseId> {
         let leases = worker.held.ids().filter_map(|id| self.fleet.leases.get(&id));
-        let may_give_way = leases.filter(|lease| lease.class == Class::Batch && lease.preempted < MAX_PREEMPTED);
+        let may_give_way = leases.filter(|lease| lease.class == Class::Batch && !lease.stays);
         let standing = |lease: &Lease| match lease.phase {
             Phase::Prefill => {
-                let aged = self.now_s - lease.first_granted_s >= 2.0 * AGING_S;
                 // One that no report has told of may not be there yet.
-                let waits = !aged && !lease.prompt_only && !worker.unreported.contains(lease);
+                let waits = !lease.prompt_only && !worker.unreported.contains(lease);
                 waits.then_some((0, 0, Reverse(lease.id)))
             }
             Phase::Decode => {
@@ -108,16 +107,25 @@ impl Core {
             let choices = u64::from(lease.choices);
             let room = worker.held.is_empty()
                 || worker.held.choices() + choices <= u64::from(worker.slots) && worker.has_kv(lease.kv_tokens);
-            let aged = self.now_s - since.0 >= 2.0 * AGING_S;
+            // What has said nothing yet is put aside again and again.
+            let waits_since_s = if lease.output_tokens == 0 {
+                lease.first_granted_s
+            } else {
+                since.0
+            };
+            let aged = lease.stays || self.now_s - waits_since_s >= 2.0 * AGING_S;
             let first = self.queue.in_turn(&worker.hello.pool).next();
             let others_first = first.is_some_and(|waiting| waiting.rank() < Class::Batch.rank());
-            if !room || (others_first && !aged) || !worker.ready() {
+            if !room || !worker.ready() {
+                return;
+            }
+            // It has waited its time: nobody goes before it again.
+            let stays = aged && self.fleet.stay(link, id);
+            if others_first && !stays {
                 return;
             }
             self.fleet.go_on(self.now_s, link, id);
-            if let Some(lease) = self.fleet.leases.get_mut(&id).filter(|_| aged) {
-                // It has waited its time: nobody goes before it again.
-                lease.preempted = MAX_PREEMPTED;
+            if let Some(lease) = self.fleet.leases.get_mut(&id).filter(|_| stays) {
                 lease.urgency = Urgency {
                     rank: Class::Interactive.rank(),
                     due: since,

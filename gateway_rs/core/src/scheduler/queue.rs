@@ -1,8 +1,9 @@
 //! Whose turn it is: the asks that wait, for each pool in the order in which they will be served.
 //!
 //! The order: class first (interactive, standard, batch), then tenants with credit before those in debt (`fair.rs`), then
-//! who is due first. An ask that has waited [`AGING_S`] moves one class up and is due at once there: the limit on how long a
-//! low class can be passed over.
+//! who is due first. An ask that has waited [`AGING_S`] moves one class up and is due at once there, so that no class is passed
+//! over for ever; but only so many of a pool at once, the oldest first, or an hour's backlog would be interactive after a
+//! minute.
 //!
 //! An ask that may run in several pools stands in line in each of them and leaves all lines at once. One that has its worker
 //! already, and waits for that worker's prompts to be computed, stands in that worker's line too. Adding, withdrawing and
@@ -227,8 +228,12 @@ pub struct Queue {
     /// Those that have their worker already.
     plans: Map<Link, Line>,
     deadlines: BTreeSet<(Key, Place)>,
-    /// When each moves up a class.
-    aging: BTreeSet<(Key, Place)>,
+    /// When each moves up from its own class, by the first of its pools.
+    aging: Map<Arc<str>, BTreeSet<(Key, Place)>>,
+    /// And who has moved up already, from there.
+    rising: BTreeSet<(Key, Place)>,
+    /// How many that have moved up wait, by the first of their pools.
+    aged: Map<Arc<str>, u64>,
     /// All, by class; of a class the last to come is last.
     by_rank: BTreeSet<(usize, Place)>,
     last: Place,
@@ -244,7 +249,9 @@ impl Queue {
             lines: Map::default(),
             plans: Map::default(),
             deadlines: BTreeSet::new(),
-            aging: BTreeSet::new(),
+            aging: Map::default(),
+            rising: BTreeSet::new(),
+            aged: Map::default(),
             by_rank: BTreeSet::new(),
             last: 0,
         }
@@ -295,8 +302,9 @@ impl Queue {
         if let Some(deadline_s) = waiting.ask.deadline_s {
             self.deadlines.insert((Key(deadline_s), place));
         }
-        if rank > 0 {
-            self.aging.insert((Key(now_s + AGING_S), place));
+        if let Some(pool) = waiting.ask.pools.first().filter(|_| rank > 0) {
+            let aging = self.aging.entry(pool.clone()).or_default();
+            aging.insert((Key(now_s + AGING_S), place));
         }
         self.by_rank.insert((rank, place));
         self.waiting.insert(place, waiting);
@@ -326,8 +334,16 @@ impl Queue {
         if let Some(deadline_s) = ask.deadline_s {
             self.deadlines.remove(&(Key(deadline_s), place));
         }
-        if waiting.rank > 0 {
-            self.aging.remove(&(Key(waiting.moves_up_s()), place));
+        self.rising.remove(&(Key(waiting.moves_up_s()), place));
+        if let Some(pool) = ask.pools.first() {
+            if waiting.has_moved_up() {
+                take_one(&mut self.aged, pool);
+            } else if let Some(aging) = self.aging.get_mut(pool) {
+                aging.remove(&(Key(waiting.moves_up_s()), place));
+                if aging.is_empty() {
+                    self.aging.remove(pool);
+                }
+            }
         }
         self.by_rank.remove(&(waiting.rank, place));
         Some(waiting)
@@ -359,27 +375,56 @@ impl Queue {
         self.by_rank.last().map(|&(_, place)| place)
     }
 
-    /// Moves those up that have waited long.
-    pub(super) fn age(&mut self, now_s: f64) {
-        while let Some(&(Key(at_s), place)) = self.aging.first() {
+    /// Moves those up that have waited long, while no more of a pool have than `most` says.
+    pub(super) fn age(&mut self, now_s: f64, most: impl Fn(&str) -> u64) {
+        let mut due: Vec<Place> = Vec::new();
+        for (pool, aging) in &mut self.aging {
+            if aging.first().is_none_or(|&(Key(at_s), _)| at_s > now_s) {
+                continue;
+            }
+            let room = most(pool).saturating_sub(self.aged.get(pool).copied().unwrap_or(0));
+            for _ in 0..room {
+                match aging.first() {
+                    Some(&(Key(at_s), place)) if at_s <= now_s => {
+                        aging.pop_first();
+                        due.push(place);
+                    }
+                    _ => break,
+                }
+            }
+        }
+        if !due.is_empty() {
+            self.aging.retain(|_, aging| !aging.is_empty());
+        }
+        for place in due {
+            if let Some(pool) = self.waiting.get(&place).and_then(|waiting| waiting.ask.pools.first()) {
+                *self.aged.entry(pool.clone()).or_default() += 1;
+            }
+            self.move_up(place);
+        }
+        while let Some(&(Key(at_s), place)) = self.rising.first() {
             if at_s > now_s {
                 break;
             }
-            self.aging.pop_first();
-            let Some(mut waiting) = self.waiting.remove(&place) else {
-                continue;
-            };
-            self.each_line(&waiting, |line| line.remove(&waiting));
-            self.by_rank.remove(&(waiting.rank, place));
-            waiting.rank -= 1;
-            self.by_rank.insert((waiting.rank, place));
-            waiting.due = Key(at_s);
-            self.each_line(&waiting, |line| line.insert(&waiting));
-            if waiting.rank > 0 {
-                self.aging.insert((Key(waiting.moves_up_s()), place));
-            }
-            self.waiting.insert(place, waiting);
+            self.rising.pop_first();
+            self.move_up(place);
         }
+    }
+
+    fn move_up(&mut self, place: Place) {
+        let Some(mut waiting) = self.waiting.remove(&place) else {
+            return;
+        };
+        self.each_line(&waiting, |line| line.remove(&waiting));
+        self.by_rank.remove(&(waiting.rank, place));
+        waiting.due = Key(waiting.moves_up_s());
+        waiting.rank -= 1;
+        self.by_rank.insert((waiting.rank, place));
+        self.each_line(&waiting, |line| line.insert(&waiting));
+        if waiting.rank > 0 {
+            self.rising.insert((Key(waiting.moves_up_s()), place));
+        }
+        self.waiting.insert(place, waiting);
     }
 
     /// All lines in which an ask stands.
@@ -494,6 +539,16 @@ impl Queue {
     }
 }
 
+/// One less of these; none is no entry.
+fn take_one(counts: &mut Map<Arc<str>, u64>, of: &Arc<str>) {
+    if let Some(count) = counts.get_mut(of) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(of);
+        }
+    }
+}
+
 impl Waiting {
     /// Its class, or a higher one when it has waited long.
     pub fn rank(&self) -> usize {
@@ -506,6 +561,11 @@ impl Waiting {
             rank: self.rank,
             due: self.due,
         }
+    }
+
+    /// Whether it has waited so long that it has a higher class than its own.
+    pub fn has_moved_up(&self) -> bool {
+        self.rank < self.ask.class.rank()
     }
 
     /// When it moves up a class, while there is one.
@@ -553,9 +613,23 @@ impl Queue {
                 .filter(|each| each.ask.deadline_s.is_some())
                 .count()
         );
+        let (mut aging, mut rising, mut aged) = (0, 0, BTreeMap::new());
+        for each in self.waiting.values() {
+            if each.has_moved_up() {
+                *aged.entry(each.ask.pools[0].clone()).or_insert(0) += 1;
+                rising += usize::from(each.rank > 0);
+            } else {
+                aging += usize::from(each.rank > 0);
+            }
+        }
+        assert_eq!(self.aging.values().map(BTreeSet::len).sum::<usize>(), aging);
+        assert_eq!(self.rising.len(), rising);
         assert_eq!(
-            self.aging.len(),
-            self.waiting.values().filter(|each| each.rank > 0).count()
+            self.aged
+                .iter()
+                .map(|(pool, &count)| (pool.clone(), count))
+                .collect::<BTreeMap<_, _>>(),
+            aged
         );
         let by_rank: BTreeSet<_> = self.waiting.values().map(|each| (each.rank, each.place)).collect();
         assert_eq!(self.by_rank, by_rank);

@@ -62,6 +62,8 @@ pub struct Worker {
     pub others: Prompts,
     /// Since when it has had nothing at all to do; old news while it has something.
     pub(super) idle_since_s: f64,
+    /// Its slots as its pool counts them.
+    pub(super) counted_slots: u64,
     /// The longest prompt that its pool counts on it for; None = it is not ready.
     pub(super) serves_prompt_tokens: Option<u32>,
     /// Choices in its batch at most.
@@ -108,6 +110,7 @@ impl Worker {
             prompts: Prompts::default(),
             others: Prompts::default(),
             idle_since_s: now_s,
+            counted_slots: 0,
             serves_prompt_tokens: None,
             slots: 1,
             limit: 1,

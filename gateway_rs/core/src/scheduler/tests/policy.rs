@@ -206,6 +206,37 @@ fn who_is_nearly_done_goes_last_and_who_was_put_aside_often_stays() {
     assert!(bench.runs(3));
 }
 
+/// After a minute all of a backlog has waited for a minute.
+#[test]
+fn of_a_backlog_that_has_aged_a_few_at_once_give_way_to_nobody() {
+    let mut bench = taught("slots=4");
+    for number in 1..=12 {
+        bench.run(&format!("ask {number} cls=batch max_tokens=1000"));
+    }
+    for number in 1..=4 {
+        bench.run(&format!("progress {number} tokens=5"));
+    }
+    bench.run(&format!("+{}", 2.0 * AGING_S + 1.0));
+    for (done, next) in [(1, 5), (2, 6), (3, 7), (4, 8)] {
+        assert_eq!(grants(&bench.run(&format!("release {done}"))), [next]);
+        bench.run(&format!("progress {next} tokens=5"));
+    }
+    let stays = |bench: &Bench, number| bench.core.fleet().leases[&bench.grant(number).unwrap().lease].stays;
+    assert!(stays(&bench, 5));
+    assert!((6..=8).all(|number| !stays(&bench, number)));
+    for number in 20..23 {
+        let done = bench.run(&format!("ask {number} cls=interactive"));
+        assert_eq!(grants(&done), [number]);
+        assert_ne!(preempted(&done), [bench.grant(5).unwrap().lease]);
+    }
+    assert!(grants(&bench.run("ask 23 cls=interactive")).is_empty());
+    // When it is done, what has waited longest may.
+    bench.run_all("withdraw 23\nrelease 20\nrelease 21\nrelease 22\nrelease 5");
+    assert!(bench.grant(9).is_some());
+    assert_eq!(grants(&bench.run("release 6")), [10]);
+    assert!(stays(&bench, 10));
+}
+
 #[test]
 fn who_waits_at_the_worker_gives_way_before_who_decodes() {
     let mut bench = taught("slots=2");
