@@ -70,8 +70,8 @@ impl Core {
             })
     }
 
-    /// Of a worker's batch requests: the last of those that wait there, which have cost nothing; else, of
-    /// those that are far from their end, the one whose answer has cost least; else one that is near it.
+    /// Of a worker's batch requests: the last of those that wait there, which have cost nothing; else, of those that are
+    /// far from their end, the one whose answer has cost least; else one that is near it.
     fn victim_of(&self, worker: &Worker) -> Option<LeaseId> {
         let leases = worker.held.ids().filter_map(|id| self.fleet.leases.get(&id));
         let may_give_way = leases.filter(|lease| lease.class == Class::Batch && !lease.stays);
