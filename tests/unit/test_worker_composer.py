@@ -33,9 +33,11 @@ from headrace.worker.engine import (
     TokenLogprobs,
 )
 from headrace.worker.kv import CopyLane, LoadBlock, MoveBlock, SaveBlock, TrimLane
+from headrace.worker.turns import STAYING_PART
 from headrace.worker.validate import CLASS_TTFT_S
 
 EOS = 99
+BATCH = types_pb2.REQUEST_CLASS_BATCH
 STOP, LENGTH = types_pb2.OUTCOME_STOP, types_pb2.OUTCOME_LENGTH
 CANCELLED, DEADLINE, FAILED = types_pb2.OUTCOME_CANCELLED, types_pb2.OUTCOME_DEADLINE, types_pb2.OUTCOME_FAILED
 
@@ -273,6 +275,9 @@ class World:
         assert len({id(sequence) for sequence in in_step}) == len(in_step) <= self.limits.slots
         kv = self.composer.kv
         assert kv.used_blocks <= kv.total_blocks
+        queued = [*(one for one in self.composer._running if one.lane is not None), *self.composer._waiting]
+        stays = [one for one in queued if one.request.request_class == BATCH and not one.makes_way]
+        assert len(stays) <= max(1, self.limits.slots // STAYING_PART)
         kept_in_kv = kv.cached_blocks if self.limits.keep_beside is None else 0
         assert kv.used_blocks + kept_in_kv <= kv.total_blocks
 
@@ -887,9 +892,6 @@ def test_nothing_is_guessed_where_more_than_the_logits_decides() -> None:
 # --- batch work makes way ---------------------------------------------------------------------------------------------
 
 
-BATCH = types_pb2.REQUEST_CLASS_BATCH
-
-
 def in_step(step: Step) -> set[int]:
     """The requests that take part."""
     return {sequence.request.key for sequence in (*step.decodes, *(chunk.sequence for chunk in step.chunks))}
@@ -1021,12 +1023,51 @@ def test_a_step_of_batch_prompts_may_be_broken_off_and_others_may_not() -> None:
     mixed.submit(request(1, "batch", class_=BATCH))
     mixed.submit(request(2, "other"))
     assert not mixed.plan().yields
-    owed = World(limits(chunk_tokens=4, idle_chunk_tokens=4))
-    owed.submit(request(1, "a long batch prompt", class_=BATCH))
-    owed.step()
-    # It came so long ago that its turn is before that of who comes now.
-    owed.now += 100.0
-    owed.submit(request(2, "a long prompt of another"))
-    assert in_step(owed.step()) == {2}
-    step = owed.step()
-    assert (in_step(step), step.yields) == ({1}, False), "it has stood still for long enough"
+    overdue = World(limits(chunk_tokens=4, idle_chunk_tokens=4))
+    overdue.submit(request(1, "a long batch prompt", class_=BATCH))
+    overdue.step()
+    overdue.now += 100.0
+    overdue.submit(request(2, "a long prompt of another"))
+    step = overdue.step()
+    assert (in_step(step), step.yields) == ({1}, False), "it stays, and is due before who comes now"
+
+
+@pytest.mark.parametrize(("slots", "stay"), [(4, 1), (32, 2)])
+def test_a_backlog_that_is_older_than_its_target_holds_up_nobody_but_in_a_part_of_the_slots(
+    slots: int, stay: int
+) -> None:
+    world = World(limits(slots=slots, kv_blocks=64 * slots, chunk_tokens=512, idle_chunk_tokens=512))
+    for key in range(1, 2 * slots):
+        world.submit(request(key, [key % 90], max_tokens=60, ignore_eos=True, class_=BATCH))
+    world.step()
+    world.now += 1000.0
+    # So many that together they want all slots but those in which batch work stays.
+    others = list(range(1000, 1000 + slots - stay))
+    for key in others:
+        world.submit(request(key, "an answer at once", max_tokens=20, ignore_eos=True))
+    for _ in range(slots):
+        running = in_step(world.step())
+        if set(others) <= running:
+            break
+    assert set(others) <= running
+    assert len(running - set(others)) == stay
+    world.submit(request(2000, "one more than there are slots for", max_tokens=2))
+    assert 2000 not in in_step(world.step())
+    world.run()
+
+
+def test_batch_work_that_is_overdue_does_not_starve_beside_others_without_end() -> None:
+    world = World(limits())
+    for key in range(1, 7):
+        world.submit(request(key, f"batch {key}", max_tokens=8, class_=BATCH))
+    batch = {(key, 0) for key in range(1, 7)}
+    for key in range(1000, 4000):
+        if batch <= world.outcomes.keys():
+            break
+        # More come than there are slots for.
+        if len(world.composer._waiting) < 20:
+            world.submit(request(key, f"another {key}", max_tokens=8))
+        world.step()
+    assert batch <= world.outcomes.keys(), "starved"
+    world.run()
+    world.check_rest()

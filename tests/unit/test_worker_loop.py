@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from tests.support.engines import Bench, names
@@ -48,13 +49,13 @@ async def test_only_a_batch_prompt_is_broken_off_and_only_for_others(first: int,
     bench = Bench(BatchLoop(waits.backend))
     await bench.start()
     try:
-        one = bench.submit(PROMPT, max_tokens=2, request_class=first)
+        one = bench.submit(PROMPT, max_tokens=2, request_class=first, due_s=time.monotonic() + 60)
 
         async def begun() -> bool:
             return waits.steps == 1
 
         await eventually(begun, "a step under way")
-        two = bench.submit(PROMPT[:20], max_tokens=1, request_class=second)
+        two = bench.submit(PROMPT[:20], max_tokens=1, request_class=second, due_s=time.monotonic() + 60)
 
         async def again() -> bool:
             return waits.steps == 2

@@ -149,6 +149,24 @@ async def test_turns_go_by_when_first_ids_are_due_and_at_most_so_many_run(desk: 
     assert [run.request.key for run in desk.driver.runs] == [1, 2, 4, 3]
 
 
+async def test_batch_work_waits_for_others_until_it_is_overdue_and_then_one_at_a_time(desk: Desk) -> None:
+    batch = types_pb2.REQUEST_CLASS_BATCH
+    for key in (1, 2, 3, 4):
+        desk.submit(key, due_s=desk.now + 60, request_class=batch)
+    desk.submit(5, due_s=desk.now + 90)
+    for place in range(2):
+        desk.driver.say(desk.driver.runs[place], EOS, end=STOP)
+    assert [run.request.key for run in desk.driver.runs] == [1, 2, 5, 3]
+    desk.submit(8, due_s=desk.now + 60, request_class=batch)
+    desk.now += 100
+    for key in (6, 7):
+        desk.submit(key, due_s=desk.now + 2)
+    for place in range(2, 6):
+        desk.driver.say(desk.driver.runs[place], EOS, end=STOP)
+    # Of 4 and 8, which are both overdue, 8 stays when 4 has gone.
+    assert [run.request.key for run in desk.driver.runs] == [1, 2, 5, 3, 4, 6, 8, 7]
+
+
 async def test_a_full_queue_and_a_long_prompt_are_refused_with_numbers(desk: Desk) -> None:
     refusals = [desk.submit(key) for key in range(1, 14)]
     assert refusals[:12] == [None] * 12

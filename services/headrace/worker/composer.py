@@ -17,11 +17,12 @@ and may call ``submit`` and ``cancel`` at any point between, ``put_aside`` and `
   they are needed. When there are none left, what is only held for reuse goes first; then the youngest sequence is put
   back into the queue and will be computed again. The oldest can therefore always go on, and nothing deadlocks; what
   could not fit alone is refused on submission.
-- Order is by when first ids are due, by the request's own target or its class's: who is due first is computed first, as
-  the scheduler expects. Whoever waits is due in the end, so none starves.
-- Batch work makes way for others' first ids: the youngest is put back where there is no slot or KV for a prompt, all of
-  it stands still while that is computed, though not longer than ``YIELD_S`` at a time, and ``Step.yields`` says that
-  a step computes prompts of batch work only, which are worth breaking off.
+- Order is by when first ids are due (``turns.py``): who is due first is computed first, as the scheduler expects.
+  Whoever waits is due in the end, so none starves.
+- Batch work comes after all others and makes way for their first ids: the youngest is put back where there is no slot
+  or KV for a prompt, all of it stands still while that is computed, though not longer than ``YIELD_S`` at a time, and
+  ``Step.yields`` says that a step computes prompts of batch work only, which are worth breaking off. Of what is overdue
+  a small part makes way no more.
 - Where it pays, ids are guessed ahead for sequences that decode (``drafts.py``), and computed in the same step. What
   the model would not have drawn is given up again.
 - A hand-off's first half ends with its first id; its prompt's full blocks are named as they are computed
@@ -53,6 +54,7 @@ from headrace.worker.engine import (
     TokenLogprobs,
 )
 from headrace.worker.kv import HashBlocks, Intake, KvAccounts, Lane, Operation, Scope
+from headrace.worker.turns import Order, Turns, by_order, order_of
 
 #: Batch work stands still no longer than this for the first ids of others: half of its target between tokens.
 YIELD_S = 0.5
@@ -123,7 +125,7 @@ class Sequence:
         "state",
     )
 
-    def __init__(self, state: _RequestState, choice: int, order: tuple[float, int, int]) -> None:
+    def __init__(self, state: _RequestState, choice: int, order: Order) -> None:
         self.state = state
         self.request = state.request
         self.choice = choice
@@ -148,6 +150,16 @@ class Sequence:
     def drawn(self) -> int:
         """Ids of the answer so far."""
         return len(self.ids) - self.prompt_tokens
+
+    @property
+    def makes_way(self) -> bool:
+        """It is batch work that is put back, and stands still, for others."""
+        return self.order[0]
+
+    @property
+    def aside(self) -> bool:
+        """Its request stands still."""
+        return self.state.aside is not None
 
     def settle(self, now: float) -> None:
         """Brings ``kv_block_s`` up to date; call before the blocks change."""
@@ -242,7 +254,7 @@ class Step:
     #: By place in ``decodes``: ids to compute after the last one; each has an output too.
     drafts: dict[int, list[int]] = field(default_factory=dict)
     planned_s: float = 0.0
-    #: Its prompts are batch work's, which has not been kept waiting: somebody else's may break it off.
+    #: Its prompts are of batch work that makes way: somebody else's may break it off.
     yields: bool = False
     #: By place in ``decodes``: so many ids are to be guessed by the drafting model when this step's are drawn.
     guesses: dict[int, int] = field(default_factory=dict)
@@ -275,7 +287,8 @@ class Composer:
         #: Sequences of batch work that decode beside others, in turns; 0 = all.
         self.batch_sequences = 0
         #: The last of them that had its turn.
-        self._batch_turn = (float("-inf"), 0, 0)
+        self._batch_turn: Order = (True, float("-inf"), 0, 0)
+        self._turns: Turns[Sequence] = Turns()
         self.kv = KvAccounts(
             limits.kv_blocks,
             limits.block_tokens,
@@ -311,8 +324,9 @@ class Composer:
             return refusal
         self._arrivals += 1
         state = self._states[request.key] = _RequestState(request, now, self.limits.context_tokens)
-        orders = [(request.due_s, self._arrivals, choice) for choice in range(request.n)]
-        state.sequences = [Sequence(state, choice, order) for choice, order in enumerate(orders)]
+        state.sequences = [
+            Sequence(state, choice, order_of(request, self._arrivals, choice)) for choice in range(request.n)
+        ]
         # The others follow when the first has computed the prompt.
         self._enqueue(state.sequences[0])
         if request.deadline_s is not None:
@@ -421,7 +435,8 @@ class Composer:
         """The next step; empty when there is nothing to compute (its operations still count)."""
         self._expire(now)
         self._compact()
-        still, owed = self._make_way(now)
+        self._turns.stay((self._running, self._waiting), self.slots, now)
+        still = self._make_way(now)
         stands_still = self._stands_still(still)
         decodes: list[Sequence] = []
         context = beginning = 0
@@ -450,11 +465,11 @@ class Composer:
                 output += 1 + len(drafts.get(place, ()))
         batch_most = self.batch_chunk_tokens if self._has_others() else self.limits.idle_chunk_tokens
         budget = self._budget(len(decodes), beginning)
-        chunks = self._chunks(budget, output, rows, outputs, now, 0 if still else batch_most)
-        prefill, yields = 0, not owed
+        chunks = self._chunks(budget, output, rows, outputs, now, None if still else batch_most)
+        prefill, yields = 0, True
         for chunk in chunks:
             prefill += chunk.count
-            yields = yields and _is_batch(chunk.sequence)
+            yields = yields and chunk.sequence.makes_way
         operations = self.kv.take_operations()
         step = Step(operations, decodes, chunks, rows, outputs, prefill, context, drafts, now, yields)
         step.guesses, step.guessers = guesses, guessers
@@ -462,57 +477,54 @@ class Composer:
 
     def _has_others(self) -> bool:
         """Whether somebody is here, or is next, whom batch prompts in the same step would hold up."""
-        if any(sequence.lane is not None and not _is_batch(sequence) for sequence in self._running):
+        if any(sequence.lane is not None and not sequence.makes_way for sequence in self._running):
             return True
-        return bool(self._waiting) and not _is_batch(self._waiting[0])
+        return bool(self._waiting) and not self._waiting[0].makes_way
 
     def _stands_still(self, still: bool) -> set[Sequence]:
         """The batch work that has no part in the next step: all of it, or what decodes and does not have its turn."""
-        batch = [sequence for sequence in self._running if sequence.lane is not None and _is_batch(sequence)]
+        batch = [sequence for sequence in self._running if sequence.lane is not None and sequence.makes_way]
         if still:
             return set(batch)
         decoding = [sequence for sequence in batch if sequence.prefilled]
         if not 0 < self.batch_sequences < len(decoding):
             return set()
-        if not any(each.lane is not None and each.prefilled and not _is_batch(each) for each in self._running):
+        if not any(each.lane is not None and each.prefilled and not each.makes_way for each in self._running):
             return set()
         after = [sequence for sequence in decoding if sequence.order > self._batch_turn]
         turns = [*after, *(sequence for sequence in decoding if sequence.order <= self._batch_turn)]
         self._batch_turn = turns[self.batch_sequences - 1].order
         return set(turns[self.batch_sequences :])
 
-    def _make_way(self, now: float) -> tuple[bool, bool]:
-        """Whether batch work stands still in the next step, and whether it has done so for so long that it must not."""
+    def _make_way(self, now: float) -> bool:
+        """Whether batch work stands still in the next step."""
         has_batch = ahead = False
         for sequence in self._running:
             if sequence.lane is not None:
-                if _is_batch(sequence):
+                if sequence.makes_way:
                     has_batch = True
                 elif not sequence.prefilled:
                     ahead = True
-        if has_batch and not ahead and self._waiting and not _is_batch(self._waiting[0]):
-            ahead = self._admit_over_batch(now)
+        if has_batch and not ahead and self._waiting and not self._waiting[0].makes_way:
+            ahead = self._admit_over_batch(now) is not None
         if not (has_batch and ahead):
             self._still_since_s = None
-            return False, False
+            return False
         if self._still_since_s is None:
             self._still_since_s = now
         if now - self._still_since_s < YIELD_S:
-            return True, False
+            return True
         self._still_since_s = now
-        return False, True
+        return False
 
-    def _admit_over_batch(self, now: float) -> bool:
-        """Gives the first of those waiting its place, at the cost of the youngest batch work that comes after it."""
-        newcomer = self._waiting[0]
-        while self._admit(now) is None:
-            youngest = next(
-                (each for each in reversed(self._running) if each.lane is not None and _is_batch(each)), None
-            )
-            if youngest is None or youngest.order < newcomer.order:
-                return False
+    def _admit_over_batch(self, now: float) -> Sequence | None:
+        """Gives the first of those waiting its place, at the cost of the youngest batch work where it must be."""
+        while (newcomer := self._admit(now)) is None:
+            youngest = next((each for each in reversed(self._running) if each.lane is not None), None)
+            if youngest is None or not youngest.makes_way or not self._waiting or self._waiting[0].makes_way:
+                return None
             self._preempt(youngest, now)
-        return True
+        return newcomer
 
     def complete(self, step: Step, drawn: Drawn, now: float) -> None:
         """The step has been computed, and these ids were drawn."""
@@ -709,19 +721,28 @@ class Composer:
         return StepBudget(self.chunk_tokens, own, idle, self.pair_tokens, decoding, beginning)
 
     def _chunks(
-        self, budget: StepBudget, output: int, rows: list[Sequence], outputs: list[int], now: float, batch_left: int
+        self,
+        budget: StepBudget,
+        output: int,
+        rows: list[Sequence],
+        outputs: list[int],
+        now: float,
+        batch_most: int | None,
     ) -> list[Chunk]:
         """Parts of prompts for this step, in order: of those begun, and of those that wait, while there is room.
-        ``batch_left``: how much of batch work."""
+        ``batch_most``: how much of batch work; None: it stands still."""
+        batch_left = batch_most or 0
+        # What has no part in this step can be put back.
+        admit = self._admit_over_batch if batch_most is None else self._admit
         chunks: list[Chunk] = []
         # Of those seated now: a fork takes its place among the running, and its prompt is not to be computed.
         begun = [sequence for sequence in self._running if sequence.lane is not None and not sequence.prefilled]
         at, can_begin = 0, True
         while budget.open:
             sequence = begun[at] if at < len(begun) else None
-            waits = can_begin and bool(self._waiting) and (batch_left > 0 or not _is_batch(self._waiting[0]))
+            waits = can_begin and bool(self._waiting) and (batch_left > 0 or not self._waiting[0].makes_way)
             if waits and (sequence is None or self._waiting[0].order < sequence.order):
-                newcomer = self._admit(now)
+                newcomer = admit(now)
                 if newcomer is None:
                     # Those that have begun go on.
                     can_begin = False
@@ -731,7 +752,7 @@ class Composer:
                 at += 1
             if sequence is None:
                 break
-            batch = _is_batch(sequence)
+            batch = sequence.makes_way
             if batch and batch_left <= 0:
                 continue
             output = self._chunk(sequence, budget, output, chunks, rows, outputs, now, batch_left if batch else None)
@@ -798,7 +819,7 @@ class Composer:
         sequence.settle(now)
         sequence.lane = lane
         self._seated += 1
-        bisect.insort(self._running, sequence, key=_order)
+        bisect.insort(self._running, sequence, key=by_order)
 
     def _unseat(self, sequence: Sequence, now: float, *, keep: bool) -> None:
         lane = sequence.lane
@@ -925,6 +946,7 @@ class Composer:
         """The one way out: everything it held is free, and its finish is on its way."""
         state = sequence.state
         sequence.ended = True
+        self._turns.ended(sequence)
         if sequence.lane is not None:
             keep = sequence.request.reuse_prefix and outcome != types_pb2.OUTCOME_FAILED
             self._unseat(sequence, now, keep=keep)
@@ -970,11 +992,11 @@ class Composer:
             self._enqueue(twin)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        bisect.insort(self._waiting, sequence, key=_order)
+        bisect.insort(self._waiting, sequence, key=by_order)
 
     def _place(self, sequence: Sequence) -> int:
         """Its index among those that wait; -1 = it does not."""
-        index = bisect.bisect_left(self._waiting, sequence.order, key=_order)
+        index = bisect.bisect_left(self._waiting, sequence.order, key=by_order)
         return index if index < len(self._waiting) and self._waiting[index] is sequence else -1
 
     def _is_waiting(self, sequence: Sequence) -> bool:
@@ -995,11 +1017,3 @@ def _can_guess(request: Request) -> bool:
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     plain = penalties == (1.0, 0.0, 0.0) and not sampling.logit_bias and request.guided is None
     return greedy and plain and not request.logprobs.enabled and not request.stopping.min_tokens
-
-
-def _is_batch(sequence: Sequence) -> bool:
-    return sequence.request.request_class == types_pb2.REQUEST_CLASS_BATCH
-
-
-def _order(sequence: Sequence) -> tuple[float, int, int]:
-    return sequence.order

@@ -4,7 +4,8 @@
 compose it themselves: they are given *runs*, one for each choice of a request, and bring ids when they please. A
 ``Driver`` speaks to such an engine; ``SelfBatched`` is the ``Engine`` around it, with all that they have in common:
 
-- Whose turn it is: at most ``slots`` runs are in the engine, the others wait here, in the composer's order of classes.
+- Whose turn it is: at most ``slots`` runs are in the engine, the others wait here, in the order of
+  ``turns.py``.
   Of a request's choices the first computes the prompt; the others follow when it has a token, so that they find its KV.
 - Every choice ends exactly once. An end that is wanted here (a cancellation, a deadline) is asked of the engine and
   told when the engine has stopped; an engine that does not stop within ``ABORT_TIMEOUT_S`` is not waited for.
@@ -46,6 +47,7 @@ from headrace.worker.engine import (
     Stopping,
     TokenLogprobs,
 )
+from headrace.worker.turns import Order, Turns, by_order, order_of
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +181,7 @@ class _Sequence:
         "why",
     )
 
-    def __init__(self, state: _State, choice: int, order: tuple[float, int, int], max_tokens: int) -> None:
+    def __init__(self, state: _State, choice: int, order: Order, max_tokens: int) -> None:
         self.state = state
         self.request = state.request
         self.choice = choice
@@ -198,6 +200,11 @@ class _Sequence:
         #: When the engine last brought ids of it.
         self.heard_s = 0.0
         self.kv_block_s = 0.0
+
+    @property
+    def aside(self) -> bool:
+        """Its request stands still."""
+        return self.state.aside
 
 
 @dataclass(eq=False, slots=True)
@@ -242,6 +249,7 @@ class SelfBatched:
         #: In order.
         self._waiting: list[_Sequence] = []
         self._running: set[_Sequence] = set()
+        self._turns: Turns[_Sequence] = Turns()
         self._numbers = itertools.count(1)
         self._deltas: list[Delta] = []
         self._iteration = 0
@@ -483,7 +491,7 @@ class SelfBatched:
         most = min(request.stopping.max_tokens, room)
         number = next(self._numbers)
         state.sequences = [
-            _Sequence(state, choice, (request.due_s, number, choice), most) for choice in range(request.n)
+            _Sequence(state, choice, order_of(request, number, choice), most) for choice in range(request.n)
         ]
         state.open_choices = request.n
         self._states[request.key] = state
@@ -517,8 +525,9 @@ class SelfBatched:
     def _admit(self) -> None:
         """Those whose turn it is go into the engine."""
         while self._waiting and len(self._running) < self._slots and not self._over:
-            sequence = self._waiting.pop(0)
             now = self._clock()
+            self._turns.stay((self._waiting,), self._slots, now)
+            sequence = self._waiting.pop(0)
             if not self._running:
                 # It owes something from now on.
                 self._alive_s = now
@@ -530,10 +539,10 @@ class SelfBatched:
             self._driver.begin(run)
 
     def _enqueue(self, sequence: _Sequence) -> None:
-        bisect.insort(self._waiting, sequence, key=_order)
+        bisect.insort(self._waiting, sequence, key=by_order)
 
     def _dequeue(self, sequence: _Sequence) -> None:
-        index = bisect.bisect_left(self._waiting, sequence.order, key=_order)
+        index = bisect.bisect_left(self._waiting, sequence.order, key=by_order)
         if index < len(self._waiting) and self._waiting[index] is sequence:
             del self._waiting[index]
 
@@ -576,6 +585,7 @@ class SelfBatched:
     def _finish(self, sequence: _Sequence, outcome: Outcome, why: types_pb2.Error | None) -> None:
         state, now = sequence.state, self._clock()
         sequence.ended = True
+        self._turns.ended(sequence)
         state.open_choices -= 1
         if state.open_choices == 0:
             del self._states[state.request.key]
@@ -646,7 +656,3 @@ class SelfBatched:
 def _canary(number: int) -> Request:
     """One token, of nobody. Keys of requests are positive."""
     return Request(-number, [0], Stopping(1, ignore_eos=True), cache_salt=b"canary")
-
-
-def _order(sequence: _Sequence) -> tuple[float, int, int]:
-    return sequence.order
