@@ -21,8 +21,9 @@ pytestmark = pytest.mark.timeout(600)
 MODEL = "smollm2-135m"
 LONG = "Once upon a time there was a river that ran by the mill. " * 14
 STREAM = STREAMED[0]
-#: Two ids whose log-probabilities are closer than this are as likely as each other.
-NEAR_TIE_NATS = 0.1
+#: Two ids whose log-probabilities are closer than this are as likely as each other. With 8-bit activations attention's
+#: last bits move the distance between the first two by 0.1 in the mean, in BF16 by 0.02; one of 200 turned at 0.31.
+NEAR_TIE_NATS = 0.4
 
 
 class Fleet:
