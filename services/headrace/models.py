@@ -23,8 +23,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -100,7 +98,7 @@ def _prepare(source: str, quantization: str, weights: bool, report: Progress) ->
     gguf = _embedded_gguf() if source == "embedded" else Path(source)
     if not gguf.is_file():
         raise ModelError(f"model source {source!r}: neither 'embedded', a .gguf file, nor a folder")
-    wanted = _resolve(quantization, gguf, embedded=source == "embedded", report=report) if weights else ""
+    wanted = _resolve(quantization, embedded=source == "embedded") if weights else ""
     return _folder_of(gguf, wanted, report)
 
 
@@ -203,15 +201,13 @@ def _checkpoint_facts(checkpoint: Path) -> tuple[dict[str, Any], str | None]:
     return facts, template
 
 
-def fastest_exact(cpu_flags: set[str], *, amx: bool) -> str:
-    """The weight format that is fastest on such a CPU and loses nothing against the source, which is in Q4_1.
+def fastest_exact(cpu_flags: set[str]) -> str:
+    """The weight format that is fastest on such a CPU and loses nothing against the source.
 
     With AVX512_BF16 prefill in BF16 is twice as fast as in Q8_0; without it BF16 is widened value by value, and Q8_0
-    wins. Where llama.cpp multiplies in ``amx``, the source is fastest as it is: 2.4 times BF16 in prefill, and in
-    decoding 2.1.
+    wins. In AMX's matrices quantized weights are faster still (the source as it is 2.4 times BF16, in decoding 2.1),
+    but activations are rounded to 8 bits there, which makes near ties of what BF16 decides: so only on request.
     """
-    if amx:
-        return "as-shipped"
     return "BF16" if "avx512_bf16" in cpu_flags else "Q8_0"
 
 
@@ -255,11 +251,9 @@ def _embedded_gguf() -> Path:
     return files[0]
 
 
-def _resolve(quantization: str, gguf: Path, *, embedded: bool, report: Progress) -> str:
+def _resolve(quantization: str, *, embedded: bool) -> str:
     if quantization == "auto":
-        flags = _cpu_flags() if embedded else set()
-        amx = embedded and "amx_int8" in flags and _computes_in_amx(gguf, report)
-        return fastest_exact(flags, amx=amx) if embedded else "as-shipped"
+        return fastest_exact(_cpu_flags()) if embedded else "as-shipped"
     if quantization != "as-shipped" and quantization not in _FTYPES:
         known = ", ".join(["auto", "as-shipped", *_FTYPES])
         raise ModelError(f"quantization {quantization!r} is unknown (known: {known})")
@@ -272,22 +266,6 @@ def _cpu_flags() -> set[str]:
     except OSError:
         return set()
     return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
-
-
-def _computes_in_amx(gguf: Path, report: Progress) -> bool:
-    """As a process of its own finds out, once for each build of llama.cpp."""
-    found = importlib.util.find_spec("llama_cpp")
-    libraries = Path(found.origin or "").parent.glob("lib/libggml*") if found is not None else ()
-    build = "\0".join(sorted(f"{file}\0{file.stat().st_mtime_ns}" for file in libraries))
-    known = _cache_root() / f"amx-{hashlib.sha256(build.encode()).hexdigest()[:12]}"
-    if not known.is_file():
-        with _lock(known, report):
-            if not known.is_file():
-                report("trying the CPU's matrices", 0.0)
-                probe = [sys.executable, "-m", "headrace.worker.engines.llama_amx", str(gguf)]
-                tried = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-                known.write_text("yes" if tried.returncode == 0 else "no", encoding="ascii")
-    return known.read_text(encoding="ascii") == "yes"
 
 
 def _cache_root() -> Path:
