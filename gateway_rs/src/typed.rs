@@ -10,7 +10,7 @@
 //! Most conversations hold nothing that a special token could be made of; they are rendered once.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use serde_json::{Map, Value};
 
@@ -58,14 +58,15 @@ pub fn render(
         ..*options
     };
     if let Ok(disguised) = template.render(&disguise.of(chat, Extent::Characters), &options) {
-        let rendered = disguise.off(&disguised);
+        let rendered = disguise.off(&disguised, text.len());
         if rendered.text == text {
             return Ok(rendered);
         }
     }
     // The template looks for something in what was typed, or rewrites it. Hiding only the beginnings of special tokens
     // leaves it everything else to find; a template that looks for those finds none.
-    Ok(disguise.off(&template.render(&disguise.of(chat, Extent::Beginnings), &options)?))
+    let disguised = template.render(&disguise.of(chat, Extent::Beginnings), &options)?;
+    Ok(disguise.off(&disguised, text.len()))
 }
 
 /// How much of a string is disguised.
@@ -77,17 +78,22 @@ enum Extent {
     Beginnings,
 }
 
+/// Where twins come from.
+const PRIVATE: RangeInclusive<char> = '\u{F0000}'..='\u{10FFFD}';
+
 /// Characters and what stands for them.
 struct Disguise<'a> {
     specials: &'a SpecialTexts,
     twins: BTreeMap<char, char>,
-    originals: BTreeMap<char, char>,
+    /// The twins of ASCII, which most texts consist of; a character without one is its own.
+    ascii: [char; 128],
+    /// By a twin's place in [`PRIVATE`], as far as there are any.
+    originals: Vec<Option<char>>,
 }
 
 impl<'a> Disguise<'a> {
     /// A disguise for the characters of `specials`, out of characters that neither the conversation nor its text holds.
     fn new(specials: &'a SpecialTexts, chat: &ChatPrompt, text: &str, param: &str) -> Result<Self, ApiError> {
-        const PRIVATE: std::ops::RangeInclusive<char> = '\u{F0000}'..='\u{10FFFD}';
         let mut used = BTreeSet::new();
         let mut use_up = |string: &str| used.extend(string.chars().filter(|c| PRIVATE.contains(c)));
         use_up(text);
@@ -107,24 +113,52 @@ impl<'a> Disguise<'a> {
                 })?);
             }
         }
-        let originals = twins.iter().map(|(c, twin)| (*twin, *c)).collect();
+        let ascii = std::array::from_fn(|byte| {
+            let c = char::from(byte as u8);
+            twins.get(&c).copied().unwrap_or(c)
+        });
+        let mut originals = vec![None; twins.values().max().map_or(0, |last| 1 + place_of(*last))];
+        for (c, twin) in &twins {
+            originals[place_of(*twin)] = Some(*c);
+        }
         Ok(Self {
             specials,
             twins,
+            ascii,
             originals,
         })
+    }
+
+    fn twin(&self, c: char) -> char {
+        match self.ascii.get(c as usize) {
+            Some(twin) => *twin,
+            None => self.twins.get(&c).copied().unwrap_or(c),
+        }
+    }
+
+    fn original(&self, c: char) -> Option<char> {
+        if c < *PRIVATE.start() {
+            return None;
+        }
+        self.originals.get(place_of(c)).copied().flatten()
     }
 
     fn string(&self, string: &str, extent: Extent) -> String {
         // A template may trim it, and then its end is there.
         let trimmed = string.trim_end();
-        string
-            .char_indices()
-            .map(|(at, c)| match self.twins.get(&c) {
-                Some(twin) if extent == Extent::Characters || self.specials.begins_at(trimmed, at) => *twin,
-                _ => c,
-            })
-            .collect()
+        let mut disguised = String::with_capacity(match extent {
+            // Nearly each of them has a twin, of four bytes.
+            Extent::Characters => string.len() * 4,
+            Extent::Beginnings => string.len(),
+        });
+        disguised.extend(string.char_indices().map(|(at, c)| {
+            if extent == Extent::Characters || self.specials.begins_at(trimmed, at) {
+                self.twin(c)
+            } else {
+                c
+            }
+        }));
+        disguised
     }
 
     /// The same conversation in disguise. What templates tell kinds by (roles, names of fields, words in the
@@ -181,17 +215,17 @@ impl<'a> Disguise<'a> {
     }
 
     /// The text without the disguise, and where it was.
-    fn off(&self, disguised: &str) -> Rendered {
+    fn off(&self, disguised: &str, expected_bytes: usize) -> Rendered {
         let mut rendered = Rendered {
-            text: String::with_capacity(disguised.len()),
+            text: String::with_capacity(expected_bytes),
             typed: Vec::new(),
         };
         for c in disguised.chars() {
             let start = rendered.text.len();
-            match self.originals.get(&c) {
+            match self.original(c) {
                 None => rendered.text.push(c),
                 Some(original) => {
-                    rendered.text.push(*original);
+                    rendered.text.push(original);
                     let end = rendered.text.len();
                     match rendered.typed.last_mut() {
                         Some(last) if last.end == start => last.end = end,
@@ -202,6 +236,10 @@ impl<'a> Disguise<'a> {
         }
         rendered
     }
+}
+
+fn place_of(twin: char) -> usize {
+    (twin as usize).wrapping_sub(*PRIVATE.start() as usize)
 }
 
 /// Calls `visit` with every string of a conversation, and how much of it may be disguised.
