@@ -4,6 +4,10 @@
 //! order; requests that have computed part of their prompt and those that wait stand in one queue. A stretch of steps that
 //! only decode is one event: its end is known, and a newcomer cuts it short at the next step's boundary. When KV runs out,
 //! the last in the queue's order gives up its blocks and computes them again later.
+//!
+//! Batch work comes after all others and gives up its place for their prompts, as in live workers
+//! (`worker/composer.py`), but for a small part that is overdue. That it also stands still meanwhile, and decodes by turns
+//! beside others, is not simulated: others are slower here than live.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
@@ -85,6 +89,12 @@ const SHED_MARGIN: f64 = 1.2;
 /// Share of the device's blocks that starting a request leaves for those who run.
 const WATERMARK: f64 = 0.01;
 
+/// In keys of the queue: batch work that makes way for others.
+const MAKES_WAY: u64 = 1 << 63;
+
+/// Of the slots one in so many, at least one, is for batch work that is overdue (`worker/turns.py`).
+const STAYING_PART: u32 = 16;
+
 /// Steps told of in one report at most.
 const STEPS_REPORTED: usize = 8;
 
@@ -105,6 +115,8 @@ pub struct Job {
     pub due_s: f64,
     /// As far as anybody knows.
     pub expected_output_tokens: u32,
+    /// Its class is batch.
+    pub is_batch: bool,
     /// May be given up: it is the first attempt.
     pub may_shed: bool,
     /// The KV of all but its last prompt token has come from elsewhere.
@@ -180,6 +192,16 @@ struct Seq {
     stay: u64,
 }
 
+impl Seq {
+    fn makes_way(&self) -> bool {
+        self.key & MAKES_WAY != 0
+    }
+
+    fn stays(&self) -> bool {
+        self.job.is_batch && !self.makes_way()
+    }
+}
+
 #[derive(Clone, Debug, PartialEq)]
 enum Doing {
     Nothing,
@@ -225,6 +247,8 @@ pub struct Engine {
     doing: Doing,
     steps: Vec<StepReport>,
     preemptions: u64,
+    /// Sequences of batch work that make way no more.
+    staying: u32,
     busy_s: f64,
 }
 
@@ -251,6 +275,7 @@ impl Engine {
             doing: Doing::Nothing,
             steps: Vec::new(),
             preemptions: 0,
+            staying: 0,
             busy_s: 0.0,
             config,
         }
@@ -332,7 +357,7 @@ impl Engine {
         let seq = Seq {
             state: State::Waiting,
             // Bits of numbers that aren't negative are in their order.
-            key: key.max(0.0).to_bits(),
+            key: key.max(0.0).to_bits() | if job.is_batch { MAKES_WAY } else { 0 },
             computed: 0,
             target: job.prompt_tokens,
             cached: 0,
@@ -376,7 +401,7 @@ impl Engine {
         self.settle(now_s);
         if let Some((slot, mut seq)) = slot.and_then(|slot| self.take(slot)) {
             self.leave(slot, &mut seq);
-            self.free.push(slot);
+            self.gone(slot, &seq);
             self.interrupt(now_s, said);
         }
     }
@@ -537,7 +562,31 @@ impl Engine {
         said.push(Said::Finished {
             request: seq.job.request,
         });
+        self.gone(slot, &seq);
+    }
+
+    fn gone(&mut self, slot: u32, seq: &Seq) {
+        self.staying -= u32::from(seq.stays());
         self.free.push(slot);
+    }
+
+    /// What of the batch work that waits is overdue makes way no more, while there is room for it to stay.
+    fn stay(&mut self, now_s: f64) {
+        while self.staying < (self.config.max_batch / STAYING_PART).max(1) {
+            let Some(&(key, slot)) = self.queue.range((MAKES_WAY, 0)..).next() else {
+                return;
+            };
+            let Some(seq) = self.seqs[slot as usize].as_mut() else {
+                return;
+            };
+            if seq.job.due_s > now_s {
+                return;
+            }
+            self.queue.remove(&(key, slot));
+            seq.key = key & !MAKES_WAY;
+            self.queue.insert((seq.key, slot));
+            self.staying += 1;
+        }
     }
 
     /// Ends answers that have their last token, and gives a block to those that need one.
@@ -575,6 +624,12 @@ impl Engine {
 
     /// The last in order of those who hold KV gives it up.
     fn preempt(&mut self) {
+        if let Some(slot) = self.last_seated() {
+            self.put_back(slot);
+        }
+    }
+
+    fn last_seated(&self) -> Option<u32> {
         let holds = |seq: &Seq| matches!(seq.state, State::Decode | State::Prefill);
         let slots = (0_u32..)
             .zip(&self.seqs)
@@ -582,7 +637,10 @@ impl Engine {
         let last = slots
             .filter(|(_, seq)| holds(seq))
             .max_by_key(|(slot, seq)| (seq.key, *slot));
-        let Some(slot) = last.map(|(slot, _)| slot) else { return };
+        last.map(|(slot, _)| slot)
+    }
+
+    fn put_back(&mut self, slot: u32) {
         if let Some((slot, mut seq)) = self.take(slot) {
             self.preemptions += 1;
             self.leave(slot, &mut seq);
@@ -635,6 +693,7 @@ impl Engine {
 
     /// Chooses what the next step computes.
     fn compose(&mut self, now_s: f64, said: &mut Vec<Said>) {
+        self.stay(now_s);
         let mut shape = Shape::decode(self.load.decoding, self.load.context_tokens);
         let mut budget = self.told_budget();
         let mut chunks = Vec::new();
@@ -663,7 +722,19 @@ impl Engine {
                     self.seqs[slot as usize] = Some(seq);
                     break;
                 }
-                match self.start(now_s, &mut seq) {
+                let mut started = self.start(now_s, &mut seq);
+                while matches!(started, Started::NoRoom) && !seq.makes_way() {
+                    // The last batch work makes way.
+                    let is_batch = |slot: &u32| self.seqs[*slot as usize].as_ref().is_some_and(Seq::makes_way);
+                    let Some(slot) = self.last_seated().filter(is_batch) else {
+                        break;
+                    };
+                    begun -= u32::from(self.queue.contains(&(self.key_of(slot), slot)));
+                    self.put_back(slot);
+                    (shape.decodes, shape.context_tokens) = (self.load.decoding, self.load.context_tokens);
+                    started = self.start(now_s, &mut seq);
+                }
+                match started {
                     Started::Yes(blocks) => loaded += blocks,
                     Started::NoRoom => can_start = false,
                     Started::Hopeless => {
@@ -671,7 +742,7 @@ impl Engine {
                             request: seq.job.request,
                         });
                         self.leave(slot, &mut seq);
-                        self.free.push(slot);
+                        self.gone(slot, &seq);
                         continue;
                     }
                 }
@@ -721,6 +792,10 @@ impl Engine {
             chunks,
             ends_s: now_s + duration_s,
         };
+    }
+
+    fn key_of(&self, slot: u32) -> u64 {
+        self.seqs[slot as usize].as_ref().map_or(0, |seq| seq.key)
     }
 
     fn report(&mut self, shape: &Shape, duration_s: f64) {
@@ -861,6 +936,7 @@ mod tests {
             arrival_s,
             due_s: arrival_s + 2.0,
             expected_output_tokens: output_tokens,
+            is_batch: false,
             may_shed: true,
             has_kv: false,
         }
@@ -889,6 +965,41 @@ mod tests {
 
     fn at(said: &[(f64, Said)], wanted: impl Fn(&Said) -> bool) -> f64 {
         said.iter().find(|(_, each)| wanted(each)).expect("said").0
+    }
+
+    #[test]
+    fn batch_work_makes_way_but_for_what_is_overdue() {
+        let limited = EngineConfig {
+            max_batch: 4,
+            order: Order::Edf,
+            ..config()
+        };
+        let batch = |number: u32, due_s: f64| Job {
+            is_batch: true,
+            due_s,
+            ..job(number, 0.0, 64, 2000)
+        };
+        let other = |number: u32, at_s: f64| job(number, at_s, 64, 20);
+        let first_s = |said: &[(f64, Said)], number: u32| {
+            at(
+                said,
+                |each| matches!(each, Said::First { request, .. } if *request == number),
+            )
+        };
+        let mut engine = Engine::new(limited.clone());
+        let mut jobs: Vec<Job> = (0..6).map(|number| batch(number, 60.0)).collect();
+        jobs.extend((10..13).map(|number| other(number, 1.0)));
+        let said = run(&mut engine, &jobs);
+        assert!((10..13).all(|number| first_s(&said, number) < 1.2), "no slot was free");
+        assert!(engine.preemptions() >= 3);
+        // All that is overdue would be due before those who come later; one of four slots is for it.
+        let mut engine = Engine::new(limited);
+        let mut jobs: Vec<Job> = (0..6).map(|number| batch(number, 0.5)).collect();
+        jobs.extend((10..14).map(|number| other(number, 1.0)));
+        let said = run(&mut engine, &jobs);
+        assert!((10..13).all(|number| first_s(&said, number) < 1.2));
+        let ended = |number: u32| at(&said, |each| *each == Said::Finished { request: number });
+        assert!(first_s(&said, 13) > (10..13).map(ended).fold(f64::MAX, f64::min));
     }
 
     #[test]
@@ -1053,6 +1164,7 @@ mod tests {
             });
             let mut jobs: Vec<Job> = (0..).zip(jobs).map(|(number, (at_s, prompt, output, root))| Job {
                 blocks: (0..u64::from(prompt / 16)).map(|depth| root * 1000 + depth).collect(),
+                is_batch: (prompt + output) % 3 == 0,
                 ..job(number, at_s, prompt, output)
             }).collect();
             jobs.sort_by(|a, b| a.arrival_s.total_cmp(&b.arrival_s));
@@ -1065,7 +1177,7 @@ mod tests {
                 prop_assert!(ends[0] - job.arrival_s >= fastest_s * f64::from(job.output_tokens) - 1e-9);
                 prop_assert!(firsts[0] > job.arrival_s && ends[0] >= firsts[0]);
             }
-            prop_assert_eq!(engine.load(), EngineLoad::default());
+            prop_assert_eq!((engine.load(), engine.staying), (EngineLoad::default(), 0));
             prop_assert_eq!(engine.kv.used(), 0);
         }
     }

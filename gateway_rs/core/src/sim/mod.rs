@@ -28,7 +28,7 @@ use crate::cost::CostModel;
 use crate::credits::Grantor;
 use crate::scheduler::actions::{Action, Grant};
 use crate::scheduler::events::{
-    Ask, BlockChange, Books, Capabilities, Description, Event, LeaseId, Link, Load, Outcome as Ending, Role,
+    Ask, BlockChange, Books, Capabilities, Class, Description, Event, LeaseId, Link, Load, Outcome as Ending, Role,
     WorkerHello, WorkerState,
 };
 use crate::scheduler::Core;
@@ -746,6 +746,7 @@ impl<'a> Run<'a> {
             arrival_s: record.arrival_s,
             due_s: record.due_s,
             expected_output_tokens: record.expected_output_tokens,
+            is_batch: record.class == Class::Batch,
             may_shed: said == 0 && !matches!(half, Half::Answer { .. }),
             has_kv: matches!(half, Half::Answer { has_kv: true, .. }),
         };
