@@ -45,6 +45,8 @@ async def keep_calling(
     """Do ``once`` again and again: it opens a stream, serves it to its end, and resets the backoff when that works."""
     backoff = Backoff()
     heard = True
+    task = asyncio.current_task()
+    assert task is not None
     while not leaving():
         try:
             # A new one each time: a channel keeps the certificates that it was made with.
@@ -56,6 +58,14 @@ async def keep_calling(
         except asyncio.InvalidStateError as failure:
             # The stream was closed under the writer.
             reason = str(failure)
+        except asyncio.CancelledError:
+            if task.cancelling():
+                raise
+            # gRPC raises this for a call that was cancelled, too.
+            reason = "the call was cancelled"
+        if task.cancelling():
+            # And it may answer a cancellation of ours with an error of the call's.
+            raise asyncio.CancelledError
         if leaving():
             return
         # Once for each time that it goes away, not once a try.
