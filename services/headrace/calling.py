@@ -6,15 +6,23 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
-from headrace.serving import channel
+from headrace.serving import CHANNEL_OPTIONS, channel
 from headrace.tls import Tls
 
 log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 2.0
+
+#: For a stream's first message to leave. gRPC was seen to wait without end, neither connected nor failed, on a machine
+#: with too much to do (``tests/contract/test_block_soak.py``, three thousand restarts in).
+BEGIN_TIMEOUT_S = 20.0
+
+#: A try has a connection of its own, so that the next one does not wait for what this one has waited for.
+_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
 class Backoff:
@@ -35,6 +43,12 @@ class Backoff:
         return wait_s
 
 
+async def begin(call: Any, hello: Any) -> None:
+    """Writes a stream's first message. Raises TimeoutError when there is no connection in time."""
+    async with asyncio.timeout(BEGIN_TIMEOUT_S):
+        await call.write(hello)
+
+
 async def keep_calling(
     name: str,
     address: str,
@@ -42,7 +56,8 @@ async def keep_calling(
     once: Callable[[grpc.aio.Channel, Backoff], Awaitable[None]],
     leaving: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Do ``once`` again and again: it opens a stream, serves it to its end, and resets the backoff when that works."""
+    """Do ``once`` again and again: it opens a stream (with :func:`begin`), serves it to its end, and resets the backoff
+    when that works."""
     backoff = Backoff()
     heard = True
     task = asyncio.current_task()
@@ -50,11 +65,13 @@ async def keep_calling(
     while not leaving():
         try:
             # A new one each time: a channel keeps the certificates that it was made with.
-            async with channel(address, tls) as link:
+            async with channel(address, tls, _OPTIONS) as link:
                 await once(link, backoff)
             reason = "it closed the stream"
         except grpc.aio.AioRpcError as failure:
             reason = f"{failure.code().name}: {failure.details()}"
+        except TimeoutError:
+            reason = f"no connection within {BEGIN_TIMEOUT_S:g} s"
         except asyncio.InvalidStateError as failure:
             # The stream was closed under the writer.
             reason = str(failure)

@@ -144,7 +144,7 @@ class World:
         held: dict[str, set[int]] = {}
         async with serving.channel(self.address) as channel:
             stub = cache_pb2_grpc.CacheServiceStub(channel)
-            stats = await stub.GetStats(cache_pb2.GetStatsRequest())
+            stats = await stub.GetStats(cache_pb2.GetStatsRequest(), timeout=10.0)
             call = stub.WatchBlocks()
             await call.write(cache_pb2.WatchBlocksRequest())
             with contextlib.suppress(TimeoutError):

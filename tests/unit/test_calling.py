@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import grpc
 import pytest
 
-from headrace.calling import Backoff, keep_calling
+from headrace import calling
+from headrace.calling import Backoff, begin, keep_calling
 
 
 def failed() -> grpc.aio.AioRpcError:
@@ -56,3 +58,33 @@ async def test_a_call_that_ends_by_itself_is_made_again(error: BaseException) ->
     with pytest.raises(asyncio.CancelledError):
         await task
     assert calls == 2
+
+
+class Stuck:
+    """A call whose connection neither comes nor fails."""
+
+    async def write(self, _: object) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_connection_that_neither_comes_nor_fails_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calling, "BEGIN_TIMEOUT_S", 0.01)
+    again = asyncio.Event()
+    links = []
+
+    async def once(link: grpc.aio.Channel, backoff: Backoff) -> None:
+        links.append(link)
+        if len(links) > 1:
+            again.set()
+        await begin(Stuck(), None)
+
+    with caplog.at_level(logging.WARNING):
+        task = asyncio.create_task(keep_calling("cache", "127.0.0.1:1", None, once))
+        await asyncio.wait_for(again.wait(), 10)
+        task.cancel()
+        await asyncio.wait({task}, timeout=10)
+    assert task.cancelled()
+    assert links[0] is not links[1], "the next try has a connection of its own"
+    assert "no connection within 0.01 s" in caplog.text

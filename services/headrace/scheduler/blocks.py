@@ -12,7 +12,7 @@ from collections.abc import Callable
 import grpc
 
 from headrace import _gateway
-from headrace.calling import Backoff, keep_calling
+from headrace.calling import Backoff, begin, keep_calling
 from headrace.tls import Tls
 from headrace.v1 import cache_pb2
 
@@ -49,7 +49,7 @@ class BlocksLink:
         call = link.stream_stream(_METHOD, None, None)()  # type: ignore[call-arg]
         connected = False
         try:
-            await call.write(self._core.blocks_known())
+            await begin(call, self._core.blocks_known())
             async for message in call:
                 connected = True
                 backoff.reset()

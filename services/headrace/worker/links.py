@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from headrace.calling import Backoff, keep_calling
+from headrace.calling import Backoff, begin, keep_calling
 from headrace.tls import Tls
 from headrace.v1 import cache_pb2, cache_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from headrace.worker.blocks import BlockLog
@@ -92,9 +92,8 @@ class SchedulerLink:
 
         try:
             self._orphans.clear()
-            await call.write(
-                scheduler_pb2.JoinRequest(hello=self._hello(), load=self._report(), orphans=self.known_orphans())
-            )
+            hello = scheduler_pb2.JoinRequest(hello=self._hello(), load=self._report(), orphans=self.known_orphans())
+            await begin(call, hello)
             reader = asyncio.create_task(read())
             while not reader.done():
                 # One timer for both: whichever comes first, the next report counts from it.
@@ -151,7 +150,7 @@ class CacheLink:
                 await wants.put(message)
                 self._grown.set()
 
-        await call.write(cache_pb2.PublishBlocksRequest(hello=self._hello()))
+        await begin(call, cache_pb2.PublishBlocksRequest(hello=self._hello()))
         reader = asyncio.create_task(read())
         reader.add_done_callback(lambda _: self._grown.set())
         next_: int | None = None
