@@ -518,10 +518,10 @@ class Composer:
         return False
 
     def _admit_over_batch(self, now: float) -> Sequence | None:
-        """Gives the first of those waiting its place, at the cost of the youngest batch work where it must be."""
+        """Gives the first of those waiting, which is not batch work, its place, at the cost of the youngest that is."""
         while (newcomer := self._admit(now)) is None:
             youngest = next((each for each in reversed(self._running) if each.lane is not None), None)
-            if youngest is None or not youngest.makes_way or not self._waiting or self._waiting[0].makes_way:
+            if youngest is None or not youngest.makes_way:
                 return None
             self._preempt(youngest, now)
         return newcomer

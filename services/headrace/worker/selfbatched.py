@@ -4,8 +4,7 @@
 compose it themselves: they are given *runs*, one for each choice of a request, and bring ids when they please. A
 ``Driver`` speaks to such an engine; ``SelfBatched`` is the ``Engine`` around it, with all that they have in common:
 
-- Whose turn it is: at most ``slots`` runs are in the engine, the others wait here, in the order of
-  ``turns.py``.
+- Whose turn it is: at most ``slots`` runs are in the engine, the others wait here, in the order of ``turns.py``.
   Of a request's choices the first computes the prompt; the others follow when it has a token, so that they find its KV.
 - Every choice ends exactly once. An end that is wanted here (a cancellation, a deadline) is asked of the engine and
   told when the engine has stopped; an engine that does not stop within ``ABORT_TIMEOUT_S`` is not waited for.

@@ -15,7 +15,7 @@ from headrace.v1 import types_pb2
 from headrace.worker.engine import Request
 
 #: Of the slots one in so many, at least one, is for batch work that is overdue. The scheduler keeps the same part of a
-#: pool for it (``STAYING_PART``, ``gateway_rs/core/src/sched/pool.rs``).
+#: pool for it (``STAYING_PART``, ``gateway_rs/core/src/scheduler/pool.rs``).
 STAYING_PART = 16
 
 #: Whether it makes way for others, when it is due, its request's arrival, its choice.
@@ -49,8 +49,7 @@ def by_order(queued: Queued) -> Order:
 
 
 def _first_that_makes_way(queue: list[T]) -> T | None:
-    order: Order = (True, float("-inf"), 0, 0)
-    at = bisect.bisect_left(queue, order, key=by_order)
+    at = bisect.bisect_left(queue, _FIRST_TO_MAKE_WAY, key=by_order)
     return queue[at] if at < len(queue) else None
 
 

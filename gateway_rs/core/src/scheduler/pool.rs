@@ -18,6 +18,11 @@ use super::{
 /// bound all of a backlog is of that kind after a minute; with one, the oldest always gets on.
 const STAYING_PART: u64 = 16;
 
+/// So many of these slots, at least one. Workers keep to it too (`worker/turns.py`).
+pub(crate) fn slots_to_stay(slots: u64) -> u64 {
+    (slots / STAYING_PART).max(1)
+}
+
 /// Things by a key, least first; those of equal keys form a bucket, in no order.
 #[derive(Debug)]
 pub struct Order<K> {
@@ -291,7 +296,7 @@ impl Pool {
 
     /// How many more may have waited so long that nobody goes before them.
     pub(super) fn more_may_stay(&self) -> u64 {
-        (self.slots / STAYING_PART).max(1).saturating_sub(self.staying)
+        slots_to_stay(self.slots).saturating_sub(self.staying)
     }
 
     /// Whether a worker has slots for this ask, or has batch requests that could give it theirs.

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use super::kv::Kv;
 use crate::cost::{ChunkLimits, CostModel, CostTable, Shape, StepBudget};
 use crate::scheduler::events::StepReport;
+use crate::scheduler::pool::slots_to_stay;
 
 /// How many prompt tokens a step may compute.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -91,9 +92,6 @@ const WATERMARK: f64 = 0.01;
 
 /// In keys of the queue: batch work that makes way for others.
 const MAKES_WAY: u64 = 1 << 63;
-
-/// Of the slots one in so many, at least one, is for batch work that is overdue (`worker/turns.py`).
-const STAYING_PART: u32 = 16;
 
 /// Steps told of in one report at most.
 const STEPS_REPORTED: usize = 8;
@@ -572,7 +570,7 @@ impl Engine {
 
     /// What of the batch work that waits is overdue makes way no more, while there is room for it to stay.
     fn stay(&mut self, now_s: f64) {
-        while self.staying < (self.config.max_batch / STAYING_PART).max(1) {
+        while u64::from(self.staying) < slots_to_stay(u64::from(self.config.max_batch)) {
             let Some(&(key, slot)) = self.queue.range((MAKES_WAY, 0)..).next() else {
                 return;
             };
@@ -729,8 +727,9 @@ impl Engine {
                     let Some(slot) = self.last_seated().filter(is_batch) else {
                         break;
                     };
-                    begun -= u32::from(self.queue.contains(&(self.key_of(slot), slot)));
+                    let prefilling = self.load.prefilling;
                     self.put_back(slot);
+                    begun -= prefilling - self.load.prefilling;
                     (shape.decodes, shape.context_tokens) = (self.load.decoding, self.load.context_tokens);
                     started = self.start(now_s, &mut seq);
                 }
@@ -792,10 +791,6 @@ impl Engine {
             chunks,
             ends_s: now_s + duration_s,
         };
-    }
-
-    fn key_of(&self, slot: u32) -> u64 {
-        self.seqs[slot as usize].as_ref().map_or(0, |seq| seq.key)
     }
 
     fn report(&mut self, shape: &Shape, duration_s: f64) {
