@@ -52,6 +52,7 @@ class PlainLoop:
             sequences=config.slots,
             batch_tokens=config.slots + self.idle_chunk_tokens,
             threads=config.threads,
+            copy_weights=True,
         )
 
     async def run(self, prompts: list[list[int]], output_tokens: int) -> tuple[float, list[float]]:

@@ -379,6 +379,13 @@ class WorkerConfig:
     threads: int = setting(
         1, "threads of one llama.cpp step; two spin against any busy neighbour", minimum=1, maximum=256
     )
+    weights_memory: str = setting(
+        # A quarter of the available memory, see `_COPIED_PART`.
+        "auto",
+        "llama_cpp engine: own = a copy on huge pages, as the system has them, for faster decoding; shared = the "
+        "file's pages, which all workers of a machine share; auto = own where there is plenty of memory",
+        choices=("auto", "own", "shared"),
+    )
     prefix_cache: bool = setting(True, "reuse the KV of prompts with the same beginning")
     prefix_cache_mib: int = setting(
         # Beside the KV and not in it: llama.cpp's attention looks at every cell up to the last one in use, whoever's it

@@ -506,13 +506,16 @@ async def test_other_guides_are_kept_to(real: Bench, guided: Guided, allowed: se
     assert all(answer.finish is not None and answer.finish.outcome == STOP for answer in answers)
 
 
-async def test_greedy_ids_are_those_of_llama_cpp_driven_by_hand(real: Bench) -> None:
+@pytest.mark.parametrize("copy_weights", [False, True])
+async def test_greedy_ids_are_those_of_llama_cpp_driven_by_hand(real: Bench, copy_weights: bool) -> None:
     from headrace import models
     from headrace.worker.engines.llama_api import Context
 
     weights = models.prepare("embedded", EXACT).weights
     assert weights is not None
-    context = Context(weights, kv_tokens=512, sequences=1, batch_tokens=512, threads=1)
+    context = Context(
+        weights, kv_tokens=512, sequences=1, batch_tokens=512, threads=1, copy_weights=copy_weights
+    )
     try:
         for prompt in (PROMPT, long_prompt(77, 30)):
             ids, computed = list(prompt), 0

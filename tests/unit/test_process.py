@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.process import temporary_folder
+from headrace.process import available_memory_bytes, temporary_folder
 
 #: A process that has such a folder, says which, and holds it until it is killed.
 HOLDER = """
@@ -51,6 +51,40 @@ def test_the_program_starts_again_once_as_the_same_process_with_the_same_argumen
 def test_what_somebody_has_set_stays() -> None:
     pid, said = run(os.environ | {"GLIBC_TUNABLES": "glibc.malloc.check=0"})
     assert said == [pid, "glibc.malloc.check=0", ["-c", "one", "two words"]]
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 0),
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    7 kB\n"}, 7 << 10),
+        ({"sys/fs/cgroup/a/memory.max": "900", "sys/fs/cgroup/a/memory.current": "300"}, 600),
+        ({"sys/fs/cgroup/a/memory.max": "300", "sys/fs/cgroup/a/memory.current": "900"}, 0),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 7 kB\n",
+                "sys/fs/cgroup/a/memory.max": "max",
+                "sys/fs/cgroup/a/memory.current": "3",
+            },
+            7 << 10,
+        ),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 7 kB\n",
+                "sys/fs/cgroup/a/memory.max": "900",
+                "sys/fs/cgroup/a/memory.current": "300",
+            },
+            600,
+        ),
+    ],
+)
+def test_memory_is_what_the_system_has_within_the_groups_bound(
+    tmp_path: Path, files: dict[str, str], available: int
+) -> None:
+    for name, text in {"proc/self/cgroup": "4:memory:/other\n0::/a\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_memory_bytes(tmp_path) == available
 
 
 @pytest.fixture

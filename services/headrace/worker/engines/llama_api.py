@@ -137,10 +137,22 @@ class Grammar:
 class Context:
     """A loaded model, its KV and one batch."""
 
-    def __init__(self, path: Path, *, kv_tokens: int, sequences: int, batch_tokens: int, threads: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        kv_tokens: int,
+        sequences: int,
+        batch_tokens: int,
+        threads: int,
+        copy_weights: bool = False,
+    ) -> None:
+        """``copy_weights``: into memory of its own, and not the file's pages, which its other readers share."""
         library = self.library = quiet_llama_cpp()
         self._context: Any = None
         parameters = library.llama_model_default_params()
+        if copy_weights:
+            parameters.load_mode = library.LLAMA_LOAD_MODE_NONE
         self._model = library.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
             raise ModelError(f"llama.cpp cannot load {path}")

@@ -28,6 +28,7 @@ import numpy as np
 from headrace.config import WorkerConfig
 from headrace.errors import EngineError, ModelError, error
 from headrace.models import ModelFolder
+from headrace.process import available_memory_bytes
 from headrace.v1 import types_pb2
 from headrace.worker.composer import Chunk, Drawn, Limits, Sequence, Step
 from headrace.worker.engine import Guided, Request, TokenLogprobs
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 #: One micro-batch of llama.cpp: a larger step would be no faster, only longer.
 _IDLE_CHUNK_TOKENS = 512
 _MAX_GRAMMARS = 128
+#: Weights are copied where they take no more than this part of the memory that is available.
+_COPIED_PART = 0.25
 
 
 class LlamaBackend:
@@ -93,6 +96,7 @@ class LlamaBackend:
             sequences=config.slots + 1,
             batch_tokens=config.slots * (1 + config.draft_tokens) + limits.idle_chunk_tokens,
             threads=config.threads,
+            copy_weights=self._copies(self._weights),
         )
         if self._context.vocabulary.size != folder.vocab_size:
             raise ModelError(
@@ -127,6 +131,7 @@ class LlamaBackend:
             sequences=limits.slots,
             most_at_once=limits.chunk_tokens,
             threads=config.threads,
+            copy_weights=self._copies(draft.weights),
         )
         log.info(
             "the drafting model %s keeps KV of %d tokens: %d MiB",
@@ -134,6 +139,12 @@ class LlamaBackend:
             config.draft_kv_tokens,
             self._drafting.kv_bytes >> 20,
         )
+
+    def _copies(self, weights: Path) -> bool:
+        """Whether they are read into memory of our own, which can lie on huge pages."""
+        if self._config.weights_memory != "auto":
+            return self._config.weights_memory == "own"
+        return weights.stat().st_size <= available_memory_bytes() * _COPIED_PART
 
     def describe(self) -> types_pb2.ModelDescription:
         """Of the folder."""

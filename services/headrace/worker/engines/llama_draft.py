@@ -36,8 +36,17 @@ class _Read:
 class DraftingModel:
     """See the module's text. For one thread."""
 
-    def __init__(self, weights: Path, *, kv_tokens: int, sequences: int, most_at_once: int, threads: int) -> None:
-        """``most_at_once``: ids read for all sequences after one step."""
+    def __init__(
+        self,
+        weights: Path,
+        *,
+        kv_tokens: int,
+        sequences: int,
+        most_at_once: int,
+        threads: int,
+        copy_weights: bool = False,
+    ) -> None:
+        """``most_at_once``: ids read for all sequences after one step. ``copy_weights``: see ``Context``."""
         self._kv_tokens = kv_tokens
         self._most_at_once = max(most_at_once, sequences)
         # One more: a context keeps its last sequence for itself.
@@ -47,6 +56,7 @@ class DraftingModel:
             sequences=sequences + 1,
             batch_tokens=self._most_at_once,
             threads=threads,
+            copy_weights=copy_weights,
         )
         self._free = list(range(sequences))
         #: The one asked for least recently first.
