@@ -67,6 +67,12 @@ class ModelConfig:
         choices=("auto", "as-shipped", "BF16", "F16", "Q8_0", "Q4_0", "Q4_K_M"),
     )
     chat_template: str = setting("", "file with a Jinja template to use instead of the model's own")
+    sampling: str = setting(
+        "model",
+        "for requests that say nothing of sampling: model = as its makers recommend (generation_config.json, "
+        "general.sampling of a GGUF; temperature 1 if they do not), neutral = temperature 1, or numbers as in "
+        "'temperature=0.2, top_p=0.9'",
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
+from headrace.sampling_defaults import GGUF_KEYS, recommended
 
 #: Weight formats by the numbers of ``general.file_type``, for naming what was shipped.
 _FTYPE_NAMES = {
@@ -153,6 +154,7 @@ def derive(library: Any, gguf: Path, work: Path) -> dict[str, object]:
         "eos_token": tokens[eos] if eos is not None else "",
         "add_bos": bool(value("tokenizer.ggml.add_bos_token", adds_bos)),
         "quantization": _FTYPE_NAMES.get(value("general.file_type", -1), "as-shipped"),
+        "sampling": recommended(value, GGUF_KEYS),
     }
 
 

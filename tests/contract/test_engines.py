@@ -513,9 +513,7 @@ async def test_greedy_ids_are_those_of_llama_cpp_driven_by_hand(real: Bench, cop
 
     weights = models.prepare("embedded", EXACT).weights
     assert weights is not None
-    context = Context(
-        weights, kv_tokens=512, sequences=1, batch_tokens=512, threads=1, copy_weights=copy_weights
-    )
+    context = Context(weights, kv_tokens=512, sequences=1, batch_tokens=512, threads=1, copy_weights=copy_weights)
     try:
         for prompt in (PROMPT, long_prompt(77, 30)):
             ids, computed = list(prompt), 0

@@ -38,6 +38,7 @@ MODELS = (
     ToyModel("toy-roles", context_tokens=512, template=ROLES_TEMPLATE),
     ToyModel("toy-turns", template=TURNS_TEMPLATE),
     ToyModel("toy-parts", template=PARTS_TEMPLATE),
+    ToyModel("toy-sampling", sampling={"temperature": 0.25, "top_k": 7}),
     ToyModel("toy-tools", context_tokens=512, template=TOOLS_TEMPLATE),
 )
 

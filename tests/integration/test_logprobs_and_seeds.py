@@ -198,3 +198,14 @@ async def test_parameters_reach_the_worker_resolved(lab: Lab, mode: str) -> None
     assert default.sampling.top_p == 1
     assert default.sampling.repetition_penalty == 1
     assert list(default.stopping.eos_ids) == [900]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_models_own_sampling_is_for_those_who_say_nothing_of_it(lab: Lab, mode: str) -> None:
+    await lab.worker(model="toy-sampling")
+    for params in ({"n": 2, "seed": 4}, {"temperature": 0}, {"top_p": 0.5}):
+        (await lab.ask(f"go {mode}", params, mode=mode)).succeeded()
+    default, greedy, other = (entry.submit.sampling for entry in lab.journal)
+    assert (default.temperature, default.top_k, default.top_p) == (0.25, 7, 1)
+    assert (greedy.temperature, greedy.top_k, greedy.top_p) == (0, 0, 1)
+    assert (other.temperature, other.top_k, other.top_p) == (1, 0, 0.5)

@@ -93,6 +93,8 @@ class ToyModel:
     eos_ids: tuple[int, ...] = (EOS,)
     template: str = PLAIN_TEMPLATE
     pieces: dict[int, bytes] = field(default_factory=dict)
+    #: What its makers recommend.
+    sampling: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokenizer_json(self) -> str:
@@ -124,6 +126,7 @@ class ToyModel:
             "eos_token": "<eos>",
             "add_bos": False,
             "quantization": "",
+            "sampling": self.sampling,
         }
         (folder / "model.json").write_text(json.dumps(description), encoding="utf-8")
         return folder

@@ -106,6 +106,8 @@ def write_gguf(path: Path, **changes: Any) -> Path:
     writer.add_bos_token_id(3)
     writer.add_eos_token_id(4)
     writer.add_chat_template("hi {{ x }}\r\n")
+    for key, number in facts.get("sampling", {}).items():
+        (writer.add_int32 if isinstance(number, int) else writer.add_float32)(f"general.sampling.{key}", number)
     if facts["context"]:
         writer.add_context_length(facts["context"])
     writer.write_header_to_file()
@@ -113,6 +115,13 @@ def write_gguf(path: Path, **changes: Any) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_a_gguf_recommends_its_sampling(cache: Path, tmp_path: Path) -> None:
+    said = {"temp": 0.5, "top_k": 20, "penalty_repeat": 1.25, "mirostat": 2}
+    folder = models.prepare(str(write_gguf(tmp_path / "model.gguf", sampling=said)))
+    assert folder.sampling == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25}
+    assert models.prepare(str(write_gguf(tmp_path / "other.gguf"))).sampling == {}
 
 
 def pieces_of(pieces: list[str], score: Callable[[int], float] = lambda at: -float(at)) -> dict[str, Any]:
@@ -368,7 +377,7 @@ def test_a_checkpoint_gives_its_text_side(cache: Path, tmp_path: Path) -> None:
 
     write("tokenizer.json", {"model": {}})
     write("config.json", {"max_position_embeddings": 131072, "vocab_size": 128256, "eos_token_id": 1})
-    write("generation_config.json", {"eos_token_id": [128001, 128009]})
+    write("generation_config.json", {"eos_token_id": [128001, 128009], "temperature": 0.6, "top_k": 20, "top_p": None})
     write("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
     write(
         "tokenizer_config.json",
@@ -378,6 +387,7 @@ def test_a_checkpoint_gives_its_text_side(cache: Path, tmp_path: Path) -> None:
     assert (folder.context_tokens, folder.vocab_size, folder.eos_ids) == (131072, 128256, (128001, 128009))
     assert (folder.bos_token, folder.eos_token, folder.chat_template) == ("<s>", "</s>", "{{ messages }}")
     assert (folder.quantization, folder.weights) == ("FP8", None)
+    assert folder.sampling == {"temperature": 0.6, "top_k": 20}
     # The checkpoint is left as it was; what was made is found again.
     assert not (checkpoint / "model.json").exists()
     assert models.prepare(str(checkpoint)).path == folder.path

@@ -182,13 +182,13 @@ pub(super) fn read_common(fields: &mut Fields, draft: &mut Draft) -> Result<(), 
 }
 
 fn read_sampling(fields: &mut Fields, draft: &mut Draft) -> Result<(), ApiError> {
-    draft.temperature = fields.real("temperature")?;
-    draft.top_p = fields.real("top_p")?;
-    draft.top_k = fields.integer("top_k")?;
-    draft.min_p = fields.real("min_p")?;
-    draft.repetition_penalty = fields.real("repetition_penalty")?;
-    draft.frequency_penalty = fields.real("frequency_penalty")?;
-    draft.presence_penalty = fields.real("presence_penalty")?;
+    draft.sampling.temperature = fields.real("temperature")?;
+    draft.sampling.top_p = fields.real("top_p")?;
+    draft.sampling.top_k = fields.integer("top_k")?;
+    draft.sampling.min_p = fields.real("min_p")?;
+    draft.sampling.repetition_penalty = fields.real("repetition_penalty")?;
+    draft.sampling.frequency_penalty = fields.real("frequency_penalty")?;
+    draft.sampling.presence_penalty = fields.real("presence_penalty")?;
     draft.seed = fields.seed("seed")?;
     draft.n = fields.integer("n")?;
     draft.logit_bias = logit_bias(fields)?;

@@ -7,7 +7,7 @@ use serde_json::{json, Value};
 
 use super::{chat, completions, tokens};
 use crate::error::{ApiError, ErrorCode};
-use crate::request::{ChatMessage, Class, Content, Door, Limits, Prompt, Request, Role, ToolChoice};
+use crate::request::{ChatMessage, Class, Content, Door, Limits, Prompt, Request, Role, SamplingDraft, ToolChoice};
 use crate::schema::Guided;
 use crate::tools::ToolFormat;
 
@@ -114,6 +114,37 @@ fn sampling_is_held_to_its_ranges() {
         (sampling.min_p, sampling.n, sampling.repetition_penalty),
         (1.0, 16, 1.5)
     );
+}
+
+#[test]
+fn a_models_defaults_are_for_requests_that_say_nothing_of_sampling() {
+    let of_the_model = SamplingDraft {
+        temperature: Some(0.2),
+        top_p: Some(0.5),
+        repetition_penalty: Some(1.1),
+        ..SamplingDraft::default()
+    };
+    let drawn = |more: &str| {
+        let body = format!(r#"{{"model":"toy","messages":[{{"role":"user","content":"hi"}}]{more}}}"#);
+        let limits = Limits {
+            sampling: of_the_model.clone(),
+            ..limits()
+        };
+        let sampling = chat::parse(body.as_bytes())
+            .and_then(|draft| draft.validate(&limits))
+            .expect(more)
+            .sampling;
+        (sampling.temperature, sampling.top_p, sampling.repetition_penalty)
+    };
+    assert_eq!(drawn(""), (0.2, 0.5, 1.1));
+    assert_eq!(drawn(r#","n":2,"seed":7,"logit_bias":{"5":1}"#), (0.2, 0.5, 1.1));
+    // All or nothing.
+    assert_eq!(drawn(r#","temperature":0"#), (0.0, 1.0, 1.0));
+    for field in ["top_k", "min_p", "frequency_penalty", "presence_penalty"] {
+        assert_eq!(drawn(&format!(",\"{field}\":0")), (1.0, 1.0, 1.0), "{field}");
+    }
+    assert_eq!(drawn(r#","top_p":0.9"#), (1.0, 0.9, 1.0));
+    assert_eq!(drawn(r#","repetition_penalty":1.2"#), (1.0, 1.0, 1.2));
 }
 
 #[test]

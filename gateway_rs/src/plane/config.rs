@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use headrace_core::routing::{agreement::Measure, choice::Wish};
 use serde::Deserialize;
 
+use crate::request::SamplingDraft;
+
 /// Everything the data plane needs to know at start.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -90,6 +92,7 @@ pub struct TlsConfig {
 pub struct ModelFolder {
     pub name: String,
     pub folder: PathBuf,
+    pub sampling: SamplingDraft,
 }
 
 /// A name that clients can ask for, and the models that serve it.

@@ -431,13 +431,13 @@ fn draft(asked: GenerateRequest) -> Result<Draft, ApiError> {
     let mut draft = Draft::new(Door::Native, asked.model, vec![prompt]);
     (draft.tool_choice, draft.only_one_call) = (tool_choice, only_one_call);
     if let Some(sampling) = asked.sampling {
-        draft.temperature = sampling.temperature.map(f64::from);
-        draft.top_k = sampling.top_k.map(i64::from);
-        draft.top_p = sampling.top_p.map(f64::from);
-        draft.min_p = sampling.min_p.map(f64::from);
-        draft.repetition_penalty = sampling.repetition_penalty.map(f64::from);
-        draft.frequency_penalty = sampling.frequency_penalty.map(f64::from);
-        draft.presence_penalty = sampling.presence_penalty.map(f64::from);
+        draft.sampling.temperature = sampling.temperature.map(f64::from);
+        draft.sampling.top_k = sampling.top_k.map(i64::from);
+        draft.sampling.top_p = sampling.top_p.map(f64::from);
+        draft.sampling.min_p = sampling.min_p.map(f64::from);
+        draft.sampling.repetition_penalty = sampling.repetition_penalty.map(f64::from);
+        draft.sampling.frequency_penalty = sampling.frequency_penalty.map(f64::from);
+        draft.sampling.presence_penalty = sampling.presence_penalty.map(f64::from);
         draft.logit_bias = sampling
             .logit_bias
             .into_iter()

@@ -263,6 +263,7 @@ impl Plane {
         Limits {
             max_choices: self.config.max_choices,
             max_deadline: Duration::try_from_secs_f64(self.config.max_deadline_s).unwrap_or(Duration::MAX),
+            sampling: model.sampling.clone(),
             ..Limits::new(model.vocab_size, self.context_tokens(model))
         }
     }

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use super::config::{ModelFolder, SpecialTokensInContent};
 use crate::{
     error::{ApiError, ErrorCode},
-    request::{ChatPrompt, Door, Prompt, Request},
+    request::{ChatPrompt, Door, Prompt, Request, SamplingDraft},
     template::{ChatTemplate, RenderOptions},
     tokenize::{EncodeError, Tokenizer},
     tools::ToolFormat,
@@ -37,6 +37,8 @@ pub struct Model {
     /// Put before a prompt of plain text.
     bos_id: Option<u32>,
     special_tokens_in_content: SpecialTokensInContent,
+    /// For requests that say nothing of how ids are drawn.
+    pub sampling: SamplingDraft,
 }
 
 /// `model.json` of a prepared folder.
@@ -68,6 +70,10 @@ impl Model {
                 Path::new(&config.folder).join(name).display()
             )
         };
+        config
+            .sampling
+            .check(Door::Chat)
+            .map_err(|error| format!("model {}: sampling: {}", config.name, error.message))?;
         let description: Description =
             serde_json::from_str(&read("model.json")?).map_err(|error| failed("model.json", &error))?;
         let tokenizer = Tokenizer::from_file(config.folder.join("tokenizer.json"))
@@ -101,6 +107,7 @@ impl Model {
                 .flatten(),
             tokenizer: Arc::new(tokenizer),
             special_tokens_in_content,
+            sampling: config.sampling.clone(),
         })
     }
 

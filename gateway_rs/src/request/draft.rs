@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use headrace_core::routing::choice::Wish;
+use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Class, Door, Field, Prompt, Request, Sampling, Stopping, ToolChoice};
@@ -36,6 +37,8 @@ pub struct Limits {
     pub max_deadline: Duration,
     /// Bounds on schemas, patterns and grammars.
     pub schema: schema::Limits,
+    /// For requests that say nothing of how ids are drawn.
+    pub sampling: SamplingDraft,
 }
 
 impl Limits {
@@ -54,6 +57,7 @@ impl Limits {
             max_top_logprobs: 20,
             max_deadline: Duration::from_secs(3600),
             schema: schema::Limits::default(),
+            sampling: SamplingDraft::default(),
         }
     }
 }
@@ -63,15 +67,10 @@ const MAX_LEGACY_LOGPROBS: u32 = 5;
 const MAX_REPETITION_PENALTY: f64 = 10.0;
 const MAX_LABEL_BYTES: usize = 256;
 
-/// A request as a door reads it: right in type, not yet checked in value. Absent = the default.
-#[derive(Clone, Debug)]
-pub struct Draft {
-    /// By which interface it came.
-    pub door: Door,
-    /// The model's name.
-    pub model: String,
-    /// At least one.
-    pub prompts: Vec<Prompt>,
+/// How ids are drawn, as a request or a model's maker says it. Absent = OpenAI's default.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(default, deny_unknown_fields)]
+pub struct SamplingDraft {
     /// See [`Sampling`].
     pub temperature: Option<f64>,
     /// −1 and 0 = all.
@@ -86,6 +85,69 @@ pub struct Draft {
     pub frequency_penalty: Option<f64>,
     /// See [`Sampling`].
     pub presence_penalty: Option<f64>,
+}
+
+impl SamplingDraft {
+    /// Within the ranges. The error names the field as that door does.
+    pub fn check(&self, door: Door) -> Result<Sampling, ApiError> {
+        let real = |field: Field, value: Option<f64>, low: f64, high: f64, default: f32| {
+            in_range(door.name(field), value, low, high, default)
+        };
+        let temperature = real(Field::Temperature, self.temperature, 0.0, 2.0, 1.0)?;
+        let mut top_p = real(Field::TopP, self.top_p, 0.0, 1.0, 1.0)?;
+        let min_p = real(Field::MinP, self.min_p, 0.0, 1.0, 0.0)?;
+        let frequency_penalty = real(Field::FrequencyPenalty, self.frequency_penalty, -2.0, 2.0, 0.0)?;
+        let presence_penalty = real(Field::PresencePenalty, self.presence_penalty, -2.0, 2.0, 0.0)?;
+        let repetition_penalty = real(
+            Field::RepetitionPenalty,
+            self.repetition_penalty,
+            f64::from(f32::MIN_POSITIVE),
+            MAX_REPETITION_PENALTY,
+            1.0,
+        )?;
+        let mut top_k = self.top_k(door)?;
+        // "The smallest set that holds at least 0" is the likeliest id alone. Engines read 0 in more than one way, so
+        // they never see it.
+        if top_p < f32::MIN_POSITIVE {
+            (top_k, top_p) = (1, 1.0);
+        }
+        Ok(Sampling {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            logit_bias: Vec::new(),
+            seed: None,
+            n: 1,
+        })
+    }
+
+    fn top_k(&self, door: Door) -> Result<u32, ApiError> {
+        match self.top_k {
+            None | Some(-1) => Ok(0),
+            Some(k) if k >= 0 => Ok(u32::try_from(k).unwrap_or(u32::MAX)),
+            Some(k) => Err(ApiError::invalid(
+                door.name(Field::TopK),
+                format!("top_k must be at least 1, or 0 or -1 for all; got {k}"),
+            )),
+        }
+    }
+}
+
+/// A request as a door reads it: right in type, not yet checked in value. Absent = the default.
+#[derive(Clone, Debug)]
+pub struct Draft {
+    /// By which interface it came.
+    pub door: Door,
+    /// The model's name.
+    pub model: String,
+    /// At least one.
+    pub prompts: Vec<Prompt>,
+    /// See [`SamplingDraft`].
+    pub sampling: SamplingDraft,
     /// Id and value; a later entry for the same id holds.
     pub logit_bias: Vec<(i64, f64)>,
     /// See [`Sampling`].
@@ -160,13 +222,7 @@ impl Draft {
             door,
             model: model.into(),
             prompts,
-            temperature: None,
-            top_k: None,
-            top_p: None,
-            min_p: None,
-            repetition_penalty: None,
-            frequency_penalty: None,
-            presence_penalty: None,
+            sampling: SamplingDraft::default(),
             logit_bias: Vec::new(),
             seed: None,
             n: None,
@@ -332,51 +388,17 @@ impl Draft {
         Ok(())
     }
 
+    /// All or nothing of the model's defaults: beside a temperature that the client chose, OpenAI's hold, so that 0 is
+    /// the likeliest id and no more.
     fn sampling(&self, n: u32, limits: &Limits) -> Result<Sampling, ApiError> {
-        let real = |field: Field, value: Option<f64>, low: f64, high: f64, default: f32| {
-            in_range(self.door.name(field), value, low, high, default)
-        };
-        let temperature = real(Field::Temperature, self.temperature, 0.0, 2.0, 1.0)?;
-        let mut top_p = real(Field::TopP, self.top_p, 0.0, 1.0, 1.0)?;
-        let min_p = real(Field::MinP, self.min_p, 0.0, 1.0, 0.0)?;
-        let frequency_penalty = real(Field::FrequencyPenalty, self.frequency_penalty, -2.0, 2.0, 0.0)?;
-        let presence_penalty = real(Field::PresencePenalty, self.presence_penalty, -2.0, 2.0, 0.0)?;
-        let repetition_penalty = real(
-            Field::RepetitionPenalty,
-            self.repetition_penalty,
-            f64::from(f32::MIN_POSITIVE),
-            MAX_REPETITION_PENALTY,
-            1.0,
-        )?;
-        let mut top_k = self.top_k()?;
-        // "The smallest set that holds at least 0" is the likeliest id alone. Engines read 0 in more than one way, so
-        // they never see it.
-        if top_p < f32::MIN_POSITIVE {
-            (top_k, top_p) = (1, 1.0);
-        }
+        let says_nothing = self.sampling == SamplingDraft::default();
+        let said = if says_nothing { &limits.sampling } else { &self.sampling };
         Ok(Sampling {
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            frequency_penalty,
-            presence_penalty,
             logit_bias: self.logit_bias(limits)?,
             seed: self.seed,
             n,
+            ..said.check(self.door)?
         })
-    }
-
-    fn top_k(&self) -> Result<u32, ApiError> {
-        match self.top_k {
-            None | Some(-1) => Ok(0),
-            Some(k) if k >= 0 => Ok(u32::try_from(k).unwrap_or(u32::MAX)),
-            Some(k) => Err(ApiError::invalid(
-                self.door.name(Field::TopK),
-                format!("top_k must be at least 1, or 0 or -1 for all; got {k}"),
-            )),
-        }
     }
 
     fn logit_bias(&self, limits: &Limits) -> Result<Vec<(u32, f32)>, ApiError> {

@@ -18,7 +18,7 @@ pub(crate) use self::chat::{check_message, check_template_kwargs, check_tool};
 use self::draft::offered_tools;
 pub use self::{
     chat::{parse_arguments, ChatMessage, ChatPrompt, Content, RawChat, RawMessage, Role, ToolCall},
-    draft::{deadline_from_ms, deadline_from_text, ms_from_text, Draft, GuidedDraft, Limits},
+    draft::{deadline_from_ms, deadline_from_text, ms_from_text, Draft, GuidedDraft, Limits, SamplingDraft},
 };
 use crate::error::{ApiError, ErrorCode};
 use crate::schema::Guided;

@@ -16,12 +16,14 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from headrace import models
 from headrace._gateway import Router
-from headrace.config import Config
+from headrace.config import Config, ModelConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.process import StopSignals, changes, configure_logging, print_ready, temporary_folder
+from headrace.sampling_defaults import configured
 
 #: Where the data plane asks for files and batches, and where these ask the data plane.
 BATCHES_SOCKET, DOOR_SOCKET = "batches.sock", "door.sock"
@@ -110,14 +112,11 @@ def allow_connections() -> None:
 
 
 def plane_config(config: Config, sockets: Path) -> str:
-    """What the data plane is told, as JSON; the models' folders are prepared on the way. Raises ModelError."""
+    """What the data plane is told, as JSON; the models' folders are prepared on the way. Raises ModelError, and
+    ConfigError."""
     settings = dataclasses.asdict(config.router)
     settings["router_id"] = router_id()
-    folders = {
-        model.name: models.prepare(model.source, model.quantization, model.chat_template, weights=False)
-        for model in config.models
-    }
-    settings["models"] = [{"name": name, "folder": str(folder.path)} for name, folder in folders.items()]
+    settings["models"] = [_model(model) for model in config.models]
     settings["aliases"] = [dataclasses.asdict(alias) for alias in config.aliases]
     settings["telemetry"] = dataclasses.asdict(config.telemetry)
     settings["tenants_file"] = config.tenants.file
@@ -130,3 +129,9 @@ def plane_config(config: Config, sockets: Path) -> str:
             "max_file_bytes": config.batches.max_file_bytes,
         }
     return json.dumps(settings)
+
+
+def _model(model: ModelConfig) -> dict[str, Any]:
+    folder = models.prepare(model.source, model.quantization, model.chat_template, weights=False)
+    sampling = configured(model.sampling, folder.sampling)
+    return {"name": model.name, "folder": str(folder.path), "sampling": dict(sampling)}

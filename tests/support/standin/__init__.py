@@ -43,6 +43,7 @@ def folder(context_tokens: int = 1024, eos_ids: tuple[int, ...] = EOS_IDS) -> Mo
         template_sha256="",
         quantization="FP8",
         weights_sha256="",
+        sampling={},
     )
 
 
