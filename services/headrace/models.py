@@ -45,8 +45,9 @@ _INSTALL = "install the extra that brings it: pip install 'headrace[llama]'"
 _LOCK_WAIT_S = 1800.0
 
 #: Of SmolLM2-135M-Instruct. Its makers name 0.2 and a top-p of 0.9, at which it still takes up French for a question
-#: about France, and repeats itself to the end of its context in some one answer of four.
-_EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.5, "repetition_penalty": 1.1}
+#: about France, and repeats itself without end in one answer of four (of 15 ordinary questions). More of the penalty,
+#: which counts the question's words too, and 2 + 2 is 4 no more.
+_EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.5, "repetition_penalty": 1.05}
 
 #: llama.cpp's numbers for the weight formats that a source can be turned into (``enum llama_ftype``).
 _FTYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "BF16": 32}
