@@ -71,6 +71,8 @@ class Case:
     #: Engines that step out of turn, all on one stream.
     phases: int = 1
     prompt_bytes: int = 0
+    #: The prompts are those of conversations with so many questions, of that size at their ends; 0 = one message each.
+    turns: int = 0
     temperature: float = 1.0
     #: Connections that are open and silent meanwhile, after one request each.
     idle: int = 0
@@ -108,6 +110,16 @@ CASES = {
     ),
     "prompt8": Case(
         "one-token requests, 32 KB prompts, all distinct", 8, 400, 1, 0, prompt_bytes=32_000, unit="prompt"
+    ),
+    "turns8": Case(
+        "one-token requests, conversations of 10 turns that end with 32 KB",
+        8,
+        400,
+        1,
+        0,
+        prompt_bytes=32_000,
+        turns=10,
+        unit="prompt",
     ),
     "prompt20": Case(
         "one-token requests, 220 KB prompts, 20 at once", 20, 100, 1, 0, prompt_bytes=220_000, unit="prompt"
@@ -172,12 +184,21 @@ def prompts(case: Case, folder: Path) -> list[str]:
     if not case.prompt_bytes:
         return []
     size = abs(case.prompt_bytes)
-    file = folder / f"prompts-{case.prompt_bytes}.json"
+    file = folder / f"prompts-{case.prompt_bytes}-{case.turns}.json"
     if not file.exists():
+        count = case.requests // max(1, case.turns)
         text = english(2_000_000)
         step = 7_000 if size > 1000 else 61
-        starts = ((index * step) % (len(text) - size) for index in range(case.requests))
-        file.write_text(json.dumps([f"{index} {text[start : start + size]}" for index, start in enumerate(starts)]))
+        starts = ((index * step) % (len(text) - size) for index in range(count))
+        texts = [f"{index} {text[start : start + size]}" for index, start in enumerate(starts)]
+        if case.turns:
+            # Answers stand between the questions, and are as long.
+            most = 2 * case.turns - 1
+            cut = [[text[size * at // most : size * (at + 1) // most] for at in range(most)] for text in texts]
+            asked = [messages[: 2 * turn + 1] for turn in range(case.turns) for messages in cut]
+            file.write_text(json.dumps(asked))
+        else:
+            file.write_text(json.dumps(texts))
     return ["--prompts", str(file)]
 
 
@@ -203,14 +224,17 @@ def model_folder(folder: Path) -> tuple[Path, int, str]:
 class Bench:
     """A mesh with a mock worker, and one client at a time."""
 
-    def __init__(self, mesh: Mesh, ways: Sequence[str], threads: int, workers: int) -> None:
+    def __init__(
+        self, mesh: Mesh, ways: Sequence[str], threads: int, workers: int, tokenizer_cache_mib: int | None = None
+    ) -> None:
         self.mesh = mesh
         self.threads = threads
         self.workers = workers
         folder, token_id, tokenizer_sha256 = model_folder(mesh.folder)
         mesh.config.write_text(f"[[models]]\nname = {json.dumps(MODEL)}\nsource = {json.dumps(str(folder))}\n")
         # Few reports of many: what they cost the scheduler is scheduler_bench's matter.
-        mesh.core(threads=threads, scheduler={"heartbeat_s": HEARTBEAT_S} if workers > 1 else {})
+        router = {} if tokenizer_cache_mib is None else {"tokenizer_cache_mib": tokenizer_cache_mib}
+        mesh.core(threads=threads, scheduler={"heartbeat_s": HEARTBEAT_S} if workers > 1 else {}, **router)
         self.mock = mesh.start(
             "mock",
             [
@@ -479,7 +503,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ways = chosen("ways", arguments.ways, WAYS)
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with Mesh() as mesh:
-        bench = Bench(mesh, ways, arguments.threads, arguments.workers)
+        bench = Bench(mesh, ways, arguments.threads, arguments.workers, arguments.tokenizer_cache_mib)
         bench.warm_up()
         start_mb = {name: process.rss_mb() for name, process in mesh.processes.items()}
         for _ in range(arguments.rounds):
@@ -530,6 +554,9 @@ def show(name: str, row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tokenizer-cache-mib", type=int, default=None, help="of the router; 0 = none (the default is the router's)"
+    )
     parser.add_argument("--cases", default=",".join(CASES), help="of: " + ", ".join(CASES))
     parser.add_argument("--ways", default="contract,floor,http,grpc", help="of: " + ", ".join(WAYS))
     parser.add_argument("--rounds", type=int, default=3)

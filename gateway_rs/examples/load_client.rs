@@ -53,7 +53,7 @@ struct Plan {
     protocol: String,
     address: String,
     model: String,
-    prompts: Vec<String>,
+    prompts: Vec<Conversation>,
     streams: usize,
     requests: usize,
     tokens: u32,
@@ -68,9 +68,23 @@ struct Plan {
     mark: String,
 }
 
+/// What is asked: one message, or several, by turns.
+#[derive(serde::Deserialize)]
+#[serde(untagged)]
+enum Conversation {
+    Of(String),
+    Turns(Vec<String>),
+}
+
 impl Plan {
-    fn prompt(&self, number: usize) -> &str {
-        &self.prompts[number % self.prompts.len()]
+    /// The texts of a request's messages and who says them, the user first.
+    fn messages(&self, number: usize) -> impl Iterator<Item = (&'static str, &str)> {
+        let texts = match &self.prompts[number % self.prompts.len()] {
+            Conversation::Of(text) => std::slice::from_ref(text),
+            Conversation::Turns(texts) => texts,
+        };
+        let roles = ["user", "assistant"].into_iter().cycle();
+        roles.zip(texts.iter().map(String::as_str))
     }
 
     /// By which the request is known in the stamps.
@@ -154,9 +168,13 @@ impl HttpLine {
     }
 
     async fn exchange(&mut self, plan: &Plan, number: usize) -> Result<(u64, Vec<u64>), Failure> {
+        let said = plan.messages(number);
+        let messages: Vec<_> = said
+            .map(|(role, text)| json!({"role": role, "content": text}))
+            .collect();
         let body = json!({
             "model": plan.model,
-            "messages": [{"role": "user", "content": plan.prompt(number)}],
+            "messages": messages,
             "max_tokens": plan.tokens,
             "seed": plan.seed(number),
             "temperature": plan.temperature,
@@ -205,13 +223,13 @@ async fn ask_grpc(
     plan: &Plan,
     number: usize,
 ) -> Result<(u64, Vec<u64>), Failure> {
-    let message = ChatMessage {
-        role: "user".to_owned(),
-        content: Some(plan.prompt(number).to_owned()),
+    let message = |(role, text): (&str, &str)| ChatMessage {
+        role: role.to_owned(),
+        content: Some(text.to_owned()),
         ..ChatMessage::default()
     };
     let chat = Chat {
-        messages: vec![message],
+        messages: plan.messages(number).map(message).collect(),
         ..Chat::default()
     };
     let request = GenerateRequest {
@@ -451,8 +469,10 @@ impl Results {
 
 fn plan(arguments: &mut Arguments) -> Result<Plan, Failure> {
     let file: String = arguments.take("prompts", String::new())?;
-    let prompts: Vec<String> = match file.as_str() {
-        "" => vec!["Say hello to all of the people of this small town, please.".to_owned()],
+    let prompts: Vec<Conversation> = match file.as_str() {
+        "" => vec![Conversation::Of(
+            "Say hello to all of the people of this small town, please.".to_owned(),
+        )],
         file => serde_json::from_slice(&std::fs::read(file)?)?,
     };
     let plan = Plan {

@@ -182,6 +182,13 @@ class RouterConfig:
     max_choices: int = setting(16, "largest n", minimum=1, maximum=128)
     max_deadline_s: float = setting(3600.0, "longest deadline or latency target a client may ask for", minimum=0.001)
     max_index_bytes: int = setting(64 * 2**20, "memory for who holds which KV blocks, by the cache's news", minimum=0)
+    tokenizer_cache_mib: int = setting(
+        16,
+        "MiB of memory for each model's encoded messages: of a conversation's next turn only the new ones are encoded; "
+        "0 = none",
+        minimum=0,
+        maximum=1 << 16,
+    )
     place_attempts: int = setting(
         3, "workers to try for a request of which nothing was shown yet", minimum=1, maximum=16
     )

@@ -21,6 +21,8 @@ PARTS_TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}({{ p.type }}:{{ p.text }}){% endfor %}{% endif %}{% endfor %}"
 )
+#: A special token after each message, as most models have it.
+MARKS_TEMPLATE = "{% for m in messages %}{{ m.content }}<eot>{% endfor %}"
 #: Shows its tools, and how it calls them, as Hermes and Qwen do.
 TOOLS_TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }};{% endfor %}</tools>call by <tool_call>{% endif %}"
@@ -39,6 +41,7 @@ MODELS = (
     ToyModel("toy-turns", template=TURNS_TEMPLATE),
     ToyModel("toy-parts", template=PARTS_TEMPLATE),
     ToyModel("toy-sampling", sampling={"temperature": 0.25, "top_k": 7}),
+    ToyModel("toy-marks", context_tokens=16384, template=MARKS_TEMPLATE),
     ToyModel("toy-tools", context_tokens=512, template=TOOLS_TEMPLATE),
 )
 

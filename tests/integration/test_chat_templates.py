@@ -110,3 +110,31 @@ async def test_a_special_token_typed_in_a_message_is_text(lab: Lab, mode: str) -
     assert lab.journal[-1].prompt_ids == list(b"a<eos>b<eos>")
     await prompt_of(lab, [{"role": "user", "content": parts}], mode)
     assert EOT not in lab.journal[-1].prompt_ids
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_conversations_earlier_messages_are_not_encoded_again(lab: Lab, mode: str) -> None:
+    await lab.worker("toy-marks")
+    said = [f"{mode} {letter}" * 200 for letter in "abcde"]
+
+    async def ids_of(count: int, salt: str) -> tuple[list[int], float, float]:
+        """Of a conversation so far; and the bytes encoded and remembered for it."""
+        before = await lab.metrics()
+        messages = [{"role": ("user", "assistant")[at % 2], "content": said[at]} for at in range(count)]
+        (await lab.ask("", {"messages": messages, "cache_salt": salt}, mode=mode)).succeeded()
+        after = await lab.metrics()
+        made, known = (
+            after[series] - before.get(series, 0)
+            for ids in ("encoded", "remembered")
+            for series in (f'headrace_router_message_bytes_total{{model="toy-marks",ids="{ids}"}}',)
+        )
+        return list(lab.journal[-1].submit.prompt_ids), made, known
+
+    def expected(count: int) -> list[int]:
+        return [token for text in said[:count] for token in [*text.encode(), EOT]]
+
+    size = len(said[0])
+    assert await ids_of(3, "one") == (expected(3), 3 * size, 0)
+    assert await ids_of(5, "one") == (expected(5), 2 * size, 3 * size)
+    # Nobody else profits.
+    assert await ids_of(5, "other") == (expected(5), 5 * size, 0)

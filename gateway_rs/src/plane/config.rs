@@ -31,6 +31,7 @@ pub struct PlaneConfig {
     pub header_timeout_s: f64,
     pub drain_grace_s: f64,
     pub settle_s: f64,
+    pub tokenizer_cache_mib: usize,
     pub special_tokens_in_content: SpecialTokensInContent,
     /// Empty: none.
     pub shadow_log: PathBuf,

@@ -2,7 +2,7 @@
 
 use std::{
     future::poll_fn,
-    sync::Arc,
+    sync::{atomic::Ordering, Arc},
     time::{Duration, Instant},
 };
 
@@ -23,7 +23,7 @@ use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 
 use super::{
     generation::{Call, Generation, Served, Step},
-    metrics::Door,
+    metrics::{Door, MessageLabels},
     model::Model,
     open::{request_id, OpenRequest},
     sse::{Collected, Events, SseBody},
@@ -417,6 +417,16 @@ async fn health(State(plane): SharedPlane) -> Response {
 async fn metrics(State(plane): SharedPlane) -> Response {
     plane.metrics.leases.set(plane.scheduler.leases() as i64);
     plane.metrics.worker_links.set(plane.workers.count() as i64);
+    for model in plane.models.values() {
+        for (ids, bytes) in model.message_bytes() {
+            let labels = MessageLabels {
+                model: model.name.clone(),
+                ids,
+            };
+            let counter = plane.metrics.message_bytes.get_or_create(&labels);
+            counter.inner().store(bytes, Ordering::Relaxed);
+        }
+    }
     let mut response = Response::new(Body::from(plane.metrics.render()));
     let kind = HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
     response.headers_mut().insert(CONTENT_TYPE, kind);

@@ -105,6 +105,14 @@ pub struct AnswerLabels {
     pub result: &'static str,
 }
 
+/// `ids` is "encoded" or "remembered".
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(missing_docs)]
+pub struct MessageLabels {
+    pub model: String,
+    pub ids: &'static str,
+}
+
 /// A number that is not whole.
 pub type Real = Gauge<f64, AtomicU64>;
 
@@ -136,6 +144,7 @@ pub struct Metrics {
     pub batch_answers: Family<AnswerLabels, Counter<u64, AtomicU64>>,
     pub batch_oldest_s: Real,
     pub batch_due_s: Real,
+    pub message_bytes: Family<MessageLabels, Counter<u64, AtomicU64>>,
     pub leases: Gauge,
     pub worker_links: Gauge,
     pub ttft_s: Family<ModelLabel, Histogram>,
@@ -170,6 +179,7 @@ impl Default for Metrics {
             batch_answers: Family::default(),
             batch_oldest_s: Real::default(),
             batch_due_s: Real::default(),
+            message_bytes: Family::default(),
             leases: Gauge::default(),
             worker_links: Gauge::default(),
             ttft_s: Family::new_with_constructor(|| Histogram::new(TTFT_S)),
@@ -200,6 +210,7 @@ impl Default for Metrics {
             batch_answers,
             batch_oldest_s,
             batch_due_s,
+            message_bytes,
             leases,
             worker_links,
             ttft_s,
@@ -300,6 +311,11 @@ impl Default for Metrics {
             "batch_due_seconds",
             "Until the first window of these ends; 0 = there is none",
             batch_due_s.clone(),
+        );
+        registry.register(
+            "message_bytes",
+            "Bytes of long messages, by whether their ids were made or were known from an earlier prompt",
+            message_bytes.clone(),
         );
         registry.register("leases", "Leases held now", leases.clone());
         registry.register("worker_links", "Open streams to workers", worker_links.clone());

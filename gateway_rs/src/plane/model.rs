@@ -1,16 +1,22 @@
 //! A model as the router knows it: its words, not its weights. Read from a prepared folder at start.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::Path,
+    sync::{atomic::Ordering, Arc},
+};
 
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
-use super::config::{ModelFolder, SpecialTokensInContent};
+use super::config::{ModelFolder, PlaneConfig, SpecialTokensInContent};
 use crate::{
     error::{ApiError, ErrorCode},
     request::{ChatPrompt, Door, Prompt, Request, SamplingDraft},
     template::{ChatTemplate, RenderOptions},
-    tokenize::{EncodeError, Tokenizer},
+    tokenize::{
+        stretches::{Remembered, Stretches},
+        EncodeError, Tokenizer,
+    },
     tools::ToolFormat,
     typed::{self, Rendered},
 };
@@ -37,6 +43,8 @@ pub struct Model {
     /// Put before a prompt of plain text.
     bos_id: Option<u32>,
     special_tokens_in_content: SpecialTokensInContent,
+    /// Encoded a while ago.
+    stretches: Option<Stretches>,
     /// For requests that say nothing of how ids are drawn.
     pub sampling: SamplingDraft,
 }
@@ -57,7 +65,7 @@ struct Description {
 
 impl Model {
     /// Reads a prepared folder; the error says which file and why.
-    pub fn load(config: &ModelFolder, special_tokens_in_content: SpecialTokensInContent) -> Result<Self, String> {
+    pub fn load(plane: &PlaneConfig, config: &ModelFolder) -> Result<Self, String> {
         let read = |name: &str| -> Result<String, String> {
             let path = config.folder.join(name);
             std::fs::read_to_string(&path)
@@ -106,7 +114,8 @@ impl Model {
                 .then(|| tokenizer.token_to_id(&description.bos_token))
                 .flatten(),
             tokenizer: Arc::new(tokenizer),
-            special_tokens_in_content,
+            special_tokens_in_content: plane.special_tokens_in_content,
+            stretches: Stretches::new(plane.tokenizer_cache_mib << 20),
             sampling: config.sampling.clone(),
         })
     }
@@ -120,23 +129,42 @@ impl Model {
             && self.context_tokens >= other.context_tokens
     }
 
-    /// The ids of a request's prompt. Errors: what the template refuses, and a prompt that cannot fit.
-    pub fn encode(&self, request: &Request, prompt: &Prompt, context_tokens: u32) -> Result<Vec<u32>, ApiError> {
+    /// The ids of a request's prompt; `scope`: who may profit from what is remembered of it. Errors: what the template
+    /// refuses, and a prompt that cannot fit.
+    pub fn encode(
+        &self,
+        request: &Request,
+        prompt: &Prompt,
+        scope: &[u8],
+        context_tokens: u32,
+    ) -> Result<Vec<u32>, ApiError> {
         let param = if request.door == Door::Native {
             "chat.messages"
         } else {
             "messages"
         };
-        self.encode_at_most(prompt, context_tokens, param)
+        let remembered = self.stretches.as_ref().map(|stretches| Remembered { stretches, scope });
+        self.encode_at_most(prompt, remembered, context_tokens, param)
             .map_err(|error| match error {
                 Refused::TooLong(at_least) => request.prompt_too_long(at_least, context_tokens),
                 Refused::Other(error) => error,
             })
     }
 
+    /// Bytes of long messages whose ids were made, and of those whose ids were known.
+    pub fn message_bytes(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        self.stretches.iter().flat_map(|stretches| {
+            let counts = [
+                ("encoded", &stretches.encoded_bytes),
+                ("remembered", &stretches.found_bytes),
+            ];
+            counts.map(|(ids, bytes)| (ids, bytes.load(Ordering::Relaxed)))
+        })
+    }
+
     /// The ids of a prompt, at most so many of them.
     pub fn encode_prompt(&self, prompt: &Prompt, max_tokens: u32, param: &str) -> Result<Vec<u32>, ApiError> {
-        self.encode_at_most(prompt, max_tokens, param)
+        self.encode_at_most(prompt, None, max_tokens, param)
             .map_err(|error| match error {
                 Refused::TooLong(at_least) => ApiError::new(
                     ErrorCode::ContextLengthExceeded,
@@ -155,11 +183,19 @@ impl Model {
         Ok(self.tokenizer.decode(ids, skip_special))
     }
 
-    fn encode_at_most(&self, prompt: &Prompt, max_tokens: u32, param: &str) -> Result<Vec<u32>, Refused> {
+    fn encode_at_most(
+        &self,
+        prompt: &Prompt,
+        remembered: Option<Remembered<'_>>,
+        max_tokens: u32,
+        param: &str,
+    ) -> Result<Vec<u32>, Refused> {
         match prompt {
             Prompt::Ids(ids) => Ok(ids.clone()),
             Prompt::Text(text) => {
-                let mut ids = self.tokenizer.encode_bounded(text, max_tokens as usize)?;
+                let mut ids = self
+                    .tokenizer
+                    .encode_typed_bounded(text, &[], remembered, max_tokens as usize)?;
                 if let Some(bos) = self.bos_id.filter(|bos| ids.first() != Some(bos)) {
                     ids.insert(0, bos);
                 }
@@ -169,7 +205,7 @@ impl Model {
                 let Rendered { text, typed } = self.render(chat, max_tokens, param).map_err(Refused::Other)?;
                 Ok(self
                     .tokenizer
-                    .encode_typed_bounded(&text, &typed, max_tokens as usize)?)
+                    .encode_typed_bounded(&text, &typed, remembered, max_tokens as usize)?)
             }
         }
     }

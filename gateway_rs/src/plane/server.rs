@@ -62,7 +62,7 @@ impl Server {
     /// Loads the models, opens both ports and the links. The error is for people: which setting, and why.
     pub fn start(config: PlaneConfig) -> Result<Self, String> {
         log::set_level(&config.telemetry.log_level);
-        let load = |folder| Model::load(folder, config.special_tokens_in_content);
+        let load = |folder| Model::load(&config, folder);
         let models = config.models.iter().map(load).collect::<Result<Vec<_>, _>>()?;
         for model in &models {
             log::info(&format!("model {}: tokenizer {}", model.name, model.tokenizer.plan()));

@@ -87,7 +87,7 @@ pub(crate) fn agree(encoder: &FastEncoder, reference: &Reference, text: &str, sp
     } else {
         Specials::Nowhere
     };
-    encoder.encode(text, wanted, usize::MAX, &mut ids);
+    encoder.encode(text, wanted, None, usize::MAX, &mut ids);
     reference.encode(text, specials).is_ok_and(|expected| expected == ids)
 }
 

@@ -11,6 +11,7 @@ use super::added::{AddedTokens, Part};
 use super::bpe::{Bpe, Scratch};
 use super::scan::Pattern;
 use super::specials::Specials;
+use super::stretches::Remembered;
 use super::units::{spaced, spaced_ranges, Prefix, Units};
 
 /// A BPE model that [`super::load`] has understood completely.
@@ -50,6 +51,7 @@ struct Encoding<'a> {
     ids: &'a mut Vec<u32>,
     limit: usize,
     specials: Specials<'a>,
+    remembered: Option<Remembered<'a>>,
 }
 
 impl Encoding<'_> {
@@ -72,7 +74,14 @@ impl FastEncoder {
     }
 
     /// Appends the ids of `text`. Stops with false soon after `ids` holds more than `limit`.
-    pub(crate) fn encode(&self, text: &str, specials: Specials<'_>, limit: usize, ids: &mut Vec<u32>) -> bool {
+    pub(crate) fn encode(
+        &self,
+        text: &str,
+        specials: Specials<'_>,
+        remembered: Option<Remembered<'_>>,
+        limit: usize,
+        ids: &mut Vec<u32>,
+    ) -> bool {
         // The lock is held for a push or a pop, never while encoding.
         let mut scratch = self.scratches.lock().pop().unwrap_or_default();
         let within = self.encode_text(
@@ -82,6 +91,7 @@ impl FastEncoder {
                 ids,
                 limit,
                 specials,
+                remembered,
             },
         );
         scratch.trim();
@@ -145,6 +155,16 @@ impl FastEncoder {
     /// A stretch between all added tokens, normalized.
     fn encode_stretch(&self, text: &str, first: bool, to: &mut Encoding<'_>) -> bool {
         let (limit, scratch, ids) = (to.limit, &mut *to.scratch, &mut *to.ids);
+        match to.remembered {
+            None => self.cut_and_merge(text, first, limit, scratch, ids),
+            Some(remembered) => {
+                let encode = |ids: &mut Vec<u32>| self.cut_and_merge(text, first, limit, scratch, ids);
+                remembered.or_encode(text, first, ids, encode) && ids.len() <= limit
+            }
+        }
+    }
+
+    fn cut_and_merge(&self, text: &str, first: bool, limit: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) -> bool {
         match &self.cut {
             Cut::Pattern(pattern) => {
                 let bytes = text.as_bytes();

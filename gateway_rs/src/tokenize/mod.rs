@@ -1,7 +1,7 @@
 //! Text to token ids and back: the [`Tokenizer`] of one model.
 //!
 //! Pure: a `tokenizer.json` in, ids and text out. The data plane shares one `Arc<Tokenizer>` a model among its threads;
-//! no lock is held while it works. The parts:
+//! no lock is held while it works. What was encoded a while ago can be remembered beside it (`stretches`). The parts:
 //! - `reference`: Hugging Face `tokenizers`. Loads every file, and is what "the right ids" means.
 //! - `load`: whether our own encoder can honour a file's settings; `check`: whether it then gives the right ids.
 //! - `fast`: our own encoder, out of `added` (added tokens), `scan` over `classes` (pre-tokenisation) or `units` (where
@@ -23,6 +23,7 @@ mod scan;
 #[cfg(test)]
 mod sentencepiece_tests;
 pub mod specials;
+pub mod stretches;
 #[cfg(test)]
 pub(crate) mod tests;
 mod units;
@@ -40,6 +41,7 @@ use added::{AddedTokens, Part};
 use pieces::{ByteAlphabet, PieceEntry, TokenTable};
 use reference::Reference;
 use specials::{SpecialTexts, Specials};
+use stretches::Remembered;
 
 /// Why a `tokenizer.json` was not loaded.
 #[derive(Debug, thiserror::Error)]
@@ -191,14 +193,14 @@ impl Tokenizer {
         let (whole, mut ids) = (0..text.len(), Vec::new());
         let typed = Specials::Outside(std::slice::from_ref(&whole));
         // As in `encode_into`.
-        let _ = self.append(text, typed, usize::MAX, &mut ids);
+        let _ = self.append(text, typed, None, usize::MAX, &mut ids);
         ids
     }
 
     /// [`Tokenizer::encode`], appending to `ids`.
     pub fn encode_into(&self, text: &str, ids: &mut Vec<u32>) {
         // See `EncodeError::Failed`; without a token limit nothing else can go wrong.
-        let _ = self.append(text, Specials::Anywhere, usize::MAX, ids);
+        let _ = self.append(text, Specials::Anywhere, None, usize::MAX, ids);
     }
 
     /// [`Tokenizer::encode`], refusing texts of more than `max_tokens` tokens: those whose bytes can't fit before any
@@ -207,11 +209,12 @@ impl Tokenizer {
     /// # Errors
     /// [`EncodeError::TooLong`], [`EncodeError::Failed`].
     pub fn encode_bounded(&self, text: &str, max_tokens: usize) -> Result<Vec<u32>, EncodeError> {
-        self.encode_typed_bounded(text, &[], max_tokens)
+        self.encode_typed_bounded(text, &[], None, max_tokens)
     }
 
     /// [`Tokenizer::encode_bounded`] for a text of which some ranges of bytes, in order, were typed by a user: what is
     /// written like a special token and touches one of them is text. Everything else has the ids that it has elsewhere.
+    /// With a memory, long stretches that it knows are not encoded again.
     ///
     /// # Errors
     /// [`EncodeError::TooLong`], [`EncodeError::Failed`].
@@ -219,6 +222,7 @@ impl Tokenizer {
         &self,
         text: &str,
         typed: &[Range<usize>],
+        remembered: Option<Remembered<'_>>,
         max_tokens: usize,
     ) -> Result<Vec<u32>, EncodeError> {
         let specials = if typed.is_empty() {
@@ -227,7 +231,7 @@ impl Tokenizer {
             Specials::Outside(typed)
         };
         let mut ids = Vec::new();
-        self.append(text, specials, max_tokens, &mut ids)?;
+        self.append(text, specials, remembered, max_tokens, &mut ids)?;
         Ok(ids)
     }
 
@@ -236,6 +240,7 @@ impl Tokenizer {
         &self,
         text: &str,
         specials: Specials<'_>,
+        remembered: Option<Remembered<'_>>,
         max_tokens: usize,
         ids: &mut Vec<u32>,
     ) -> Result<(), EncodeError> {
@@ -253,7 +258,7 @@ impl Tokenizer {
         ids.reserve((text.len() / 4).min(max_tokens));
         match &self.encoder {
             Encoder::Fast(encoder) => {
-                encoder.encode(text, specials, before.saturating_add(max_tokens), ids);
+                encoder.encode(text, specials, remembered, before.saturating_add(max_tokens), ids);
             }
             Encoder::Reference(reference, added) => {
                 let encode = |text: &str, specials| reference.encode(text, specials).map_err(EncodeError::Failed);

@@ -255,7 +255,7 @@ fn a_text_of_megabytes_takes_linear_work() {
             let steps = |length: usize| {
                 let text = unit.repeat(length / unit.len());
                 let mut ids = Vec::new();
-                work::counted(|| assert!(encoder.encode(&text, Specials::Anywhere, usize::MAX, &mut ids))) as f64
+                work::counted(|| assert!(encoder.encode(&text, Specials::Anywhere, None, usize::MAX, &mut ids))) as f64
                     / text.len() as f64
             };
             let (short, long) = (steps(20_000), steps(500_000));

@@ -16,6 +16,7 @@ use super::check::{agree, ATOMS, TEXTS};
 use super::fast::{is_inert, Cut};
 use super::reference::Reference;
 use super::scan::{expressions, Pattern};
+use super::stretches::{Remembered, Stretches};
 use super::*;
 use crate::detok::StreamDecoder;
 
@@ -103,22 +104,25 @@ pub(crate) fn runner(quick: u32) -> TestRunner {
 /// Random texts have the reference's ids on this file.
 pub(super) fn check_random_texts(json: &[u8]) {
     let (encoder, reference) = unchecked(json);
+    let stretches = Stretches::of_any_length(1 << 17);
+    let remembered = Some(Remembered {
+        stretches: &stretches,
+        scope: b"",
+    });
     let result = runner(1_000).run(&texts(), |text| {
         for specials in [true, false] {
-            let mut ids = Vec::new();
             let wanted = if specials {
                 Specials::Anywhere
             } else {
                 Specials::Nowhere
             };
-            encoder.encode(&text, wanted, usize::MAX, &mut ids);
-            prop_assert_eq!(
-                Ok(ids),
-                reference.encode(&text, specials),
-                "{}, {:?}",
-                encoder.name(),
-                text
-            );
+            let expected = reference.encode(&text, specials);
+            // The second time it may be remembered.
+            for remembered in [None, remembered, remembered] {
+                let mut ids = Vec::new();
+                encoder.encode(&text, wanted, remembered, usize::MAX, &mut ids);
+                prop_assert_eq!(Ok(&ids), expected.as_ref(), "{}, {:?}", encoder.name(), text);
+            }
         }
         Ok(())
     });
@@ -273,7 +277,7 @@ fn long_runs_take_linear_work() {
         let steps = |length: usize| {
             let text = unit.repeat(length / unit.len());
             let mut ids = Vec::new();
-            work::counted(|| assert!(encoder.encode(&text, Specials::Anywhere, usize::MAX, &mut ids))) as f64
+            work::counted(|| assert!(encoder.encode(&text, Specials::Anywhere, None, usize::MAX, &mut ids))) as f64
                 / text.len() as f64
         };
         let (short, long) = (steps(20_000), steps(1_000_000));
@@ -309,7 +313,7 @@ fn special_tokens_are_text_only_where_they_were_typed() {
             let text = format!("<|im_start|>{typed}<|im_start|>{more}<|im_start|>");
             let (first, second) = (12..12 + typed.len(), 24 + typed.len()..text.len() - 12);
             let ids = tokenizer
-                .encode_typed_bounded(&text, &[first, second], usize::MAX)
+                .encode_typed_bounded(&text, &[first, second], None, usize::MAX)
                 .unwrap();
             let plain = |text: &str| tokenizer.encode_plain(text);
             let expected = reference.encode(&typed, false).unwrap();

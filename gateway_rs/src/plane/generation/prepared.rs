@@ -139,7 +139,9 @@ async fn encode(plane: &Plane, shared: &Arc<Shared>) -> Result<Vec<PromptIds>, A
         let lora = shared.request.lora.as_deref().unwrap_or_default();
         let seed = blocks::Seed::new(&shared.model.name, lora, &shared.salt);
         let encode = |prompt| {
-            let ids = shared.model.encode(&shared.request, prompt, shared.context_tokens)?;
+            let ids = shared
+                .model
+                .encode(&shared.request, prompt, &shared.salt, shared.context_tokens)?;
             let block_hashes = blocks::block_hashes(&ids, shared.block_tokens as usize, seed);
             Ok(PromptIds { ids, block_hashes })
         };
