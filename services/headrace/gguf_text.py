@@ -232,18 +232,35 @@ def sentencepiece_document(pieces: list[Piece], style: str) -> dict[str, object]
 def _merges(pieces: list[Piece]) -> list[list[str]]:
     ids = {text: i for i, (text, _, _) in enumerate(pieces)}
     found = []
-    results: dict[float, str] = {}
+    results: dict[float, list[str]] = {}
     for text, score, kind in pieces:
         if kind not in (NORMAL, USER_DEFINED):
             continue
         splits = [(text[:at], text[at:]) for at in range(1, len(text))]
         known = [(left, right) for left, right in splits if left in ids and right in ids]
-        if known and kind == NORMAL and results.setdefault(score, text) != text:
-            raise ValueError(f"its SentencePiece pieces {results[score]!r} and {text!r} have the same score")
+        if known and kind == NORMAL:
+            results.setdefault(score, []).append(text)
         known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
         found += [(score, left, right) for left, right in known]
+    for alike in results.values():
+        if len(alike) > 1 and not _are_runs(alike, pieces):
+            raise ValueError(f"its SentencePiece pieces {alike[0]!r} and {alike[1]!r} have the same score")
     found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
     return [[left, right] for _, left, right in found]
+
+
+def _are_runs(alike: list[str], pieces: list[Piece]) -> bool:
+    """Whether pieces of one score are runs of one character that nothing else has twice, as Llama 2's and Mistral's
+    runs of spaces.
+
+    Of merges with one score llama.cpp takes the leftmost, and the order here the one with the longest parts. Within a
+    run of single characters these are the same, whatever lengths there are: what lies left of where it grows can grow
+    no more.
+    """
+    character, texts = alike[0][0], set(alike)
+    return all(set(text) == {character} for text in alike) and not any(
+        character * 2 in text and text not in texts for text, _, kind in pieces if kind in (NORMAL, USER_DEFINED)
+    )
 
 
 def _document(

@@ -10,7 +10,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +366,62 @@ def test_a_sentencepiece_vocabulary_gives_llama_cpps_ids(cache: Path, tmp_path: 
     for text in [*TEXTS, *more, source, *random_texts(seed=1, count=1000)]:
         assert tokenizer.encode(text) == vocabulary.tokenize(text), text[:100]
     vocabulary.close()
+
+
+def test_runs_of_spaces_as_llama_2_and_mistral_have_them_give_llama_cpps_ids(cache: Path, tmp_path: Path) -> None:
+    """All of one score, and one length is missing."""
+    pytest.importorskip("llama_cpp")
+    from headrace.worker.engines.llama_api import Vocabulary
+
+    source = Path(__file__).read_text(encoding="utf-8")
+    lines = [line for text in [*TEXTS, source] for line in text.replace("\0", "").splitlines()]
+    runs = ["▁" * length for length in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11)]
+    pieces = [*runs, *(piece for piece in learned(lines, 400) if "▁▁" not in piece)]
+    facts = pieces_of(pieces, lambda at: -1e9 if at < len(runs) else -float(at))
+    made = write_gguf(tmp_path / "runs.gguf", **facts)
+    tokenizer, vocabulary = Tokenizer.from_file(models.prepare(str(made)).tokenizer_json), Vocabulary(made)
+    assert tokenizer.plan == "fast:sentencepiece"
+    dice = random.Random(5)
+    words = [
+        "def",
+        "f",
+        "(",
+        "x",
+        "\n",
+        "é",
+        "<tool>",
+        *(" " * length for length in (1, 2, 3, 15, 16, 17, 30, 31, 47, 90)),
+    ]
+    mixed = ["".join(dice.choice(words) for _ in range(dice.randint(1, 12))) for _ in range(2000)]
+    for text in [*TEXTS, source, *mixed, *(" " * length for length in range(200))]:
+        assert tokenizer.encode(text) == vocabulary.tokenize(text), text[:100]
+    vocabulary.close()
+
+
+@pytest.mark.parametrize("alike", [["ab", "ba"], ["aa", "aaa", "bb"], ["aa", "aaa", "baa"]])
+def test_pieces_of_one_score_are_refused_where_their_order_decides(
+    cache: Path, tmp_path: Path, alike: list[str]
+) -> None:
+    facts = pieces_of(["a", "b", "▁", *alike], lambda at: -9.0 if at > 2 else -float(at))
+    with pytest.raises(ModelError, match="have the same score"):
+        models.prepare(str(write_gguf(tmp_path / "alike.gguf", **facts)))
+
+
+def test_a_run_is_cut_alike_by_the_leftmost_merge_and_by_the_longest() -> None:
+    """What ``gguf_text`` rests on where runs have one score: each set of lengths up to nine, each run up to 36."""
+
+    def cut(length: int, lengths: set[int], key: Callable[[int, tuple[int, int]], tuple[int, ...]]) -> list[int]:
+        parts = [1] * length
+        while can := [(at, pair) for at, pair in enumerate(pairwise(parts)) if sum(pair) in lengths]:
+            at, pair = min(can, key=lambda merge: key(*merge))
+            parts[at : at + 2] = [sum(pair)]
+        return parts
+
+    for count in range(1, 9):
+        for lengths in map(set, combinations(range(2, 10), count)):
+            for length in range(2, 4 * max(lengths) + 1):
+                leftmost = cut(length, lengths, lambda at, _: (at,))
+                assert leftmost == cut(length, lengths, lambda at, pair: (-pair[0], -pair[1], at)), (lengths, length)
 
 
 def test_a_checkpoint_gives_its_text_side(cache: Path, tmp_path: Path) -> None:
