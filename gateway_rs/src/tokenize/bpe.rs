@@ -155,9 +155,11 @@ pub(crate) struct Scratch {
     symbols: Vec<Symbol>,
     /// Rank (upper half) and place of pairs, least first.
     queue: BinaryHeap<Reverse<u64>>,
-    /// Some megabyte.
-    cache: Cache<Key, 11, 14>,
-    /// Of longer pieces: names in code, words in scripts of three bytes a character. Half as much.
+    /// Two megabytes: nearly all words are of two or three tokens.
+    cache: Cache<Key, 3, 16>,
+    /// Those of more. A fourth of that.
+    many_cache: Cache<Key, 11, 13>,
+    /// Of longer pieces: names in code, words in scripts of three bytes a character. A fourth, too.
     long_cache: Cache<LongKey, 23, 12>,
 }
 
@@ -253,13 +255,17 @@ impl Bpe {
     /// [`Bpe::merge`] for a short piece, which may have been merged before.
     #[inline(never)]
     fn merge_cached(&self, key: Key, hash: u64, piece: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
-        if let Some(known) = scratch.cache.get(key, hash) {
+        let known = scratch.cache.get(key, hash);
+        if let Some(known) = known.or_else(|| scratch.many_cache.get(key, hash)) {
             ids.extend_from_slice(known);
             return;
         }
         let before = ids.len();
         self.merge_short(piece, ids);
-        scratch.cache.put(key, hash, &ids[before..]);
+        let made = &ids[before..];
+        if !scratch.cache.put(key, hash, made) {
+            scratch.many_cache.put(key, hash, made);
+        }
     }
 
     /// Appends the ids of `piece` by merging.
@@ -600,9 +606,9 @@ struct Cache<K, const IDS: usize, const BITS: u32> {
     slots: Vec<Cached<K, IDS>>,
 }
 
-/// Whole cache lines.
+/// Whole cache lines, or halves.
 #[derive(Clone, Copy)]
-#[repr(align(64))]
+#[repr(align(32))]
 struct Cached<K, const IDS: usize> {
     /// The default key has length 0, which no piece has.
     key: K,
@@ -626,9 +632,10 @@ impl<K: Copy + Default + PartialEq, const IDS: usize, const BITS: u32> Cache<K, 
         slot.ids.get(..slot.len as usize)
     }
 
-    fn put(&mut self, key: K, hash: u64, ids: &[u32]) {
+    /// False when it has no room for so many ids.
+    fn put(&mut self, key: K, hash: u64, ids: &[u32]) -> bool {
         if ids.len() > IDS {
-            return;
+            return false;
         }
         if self.slots.is_empty() {
             let empty = Cached {
@@ -642,6 +649,7 @@ impl<K: Copy + Default + PartialEq, const IDS: usize, const BITS: u32> Cache<K, 
         slot.key = key;
         slot.len = ids.len() as u32;
         slot.ids[..ids.len()].copy_from_slice(ids);
+        true
     }
 }
 
