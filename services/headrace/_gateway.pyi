@@ -32,6 +32,7 @@ __all__ = [
     "route_features",
     "route_interval",
     "simulate",
+    "slots_to_stay",
 ]
 
 _Effects: TypeAlias = tuple[
@@ -460,3 +461,6 @@ def route_interval(count: int, sum: float) -> tuple[float, float, float]:
 
 def route_explain(alias_json: str, body: str, quality: str) -> str:
     """Where a request of an alias would go, with every variant there and nothing measured: JSON. Raises ValueError."""
+
+def slots_to_stay(slots: int) -> int:
+    """Of a worker's or a pool's slots, those that overdue batch work may keep: one in sixteen, at least one."""

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace._gateway import slots_to_stay
 from headrace.v1 import types_pb2
 from headrace.worker.composer import YIELD_S, Composer, Drawn, Limits, Sequence, Step
 from headrace.worker.engine import (
@@ -33,7 +34,6 @@ from headrace.worker.engine import (
     TokenLogprobs,
 )
 from headrace.worker.kv import CopyLane, LoadBlock, MoveBlock, SaveBlock, TrimLane
-from headrace.worker.turns import STAYING_PART
 from headrace.worker.validate import CLASS_TTFT_S
 
 EOS = 99
@@ -277,7 +277,7 @@ class World:
         assert kv.used_blocks <= kv.total_blocks
         queued = [*(one for one in self.composer._running if one.lane is not None), *self.composer._waiting]
         stays = [one for one in queued if one.request.request_class == BATCH and not one.makes_way]
-        assert len(stays) <= max(1, self.limits.slots // STAYING_PART)
+        assert len(stays) <= slots_to_stay(self.limits.slots)
         kept_in_kv = kv.cached_blocks if self.limits.keep_beside is None else 0
         assert kv.used_blocks + kept_in_kv <= kv.total_blocks
 

@@ -9,7 +9,7 @@ use headrace_core::{
     index::Limits,
     scheduler::{
         events::{Class, Link},
-        Policy,
+        pool, Policy,
     },
 };
 use parking_lot::Mutex;
@@ -24,7 +24,14 @@ use crate::scheduler::{self, Books, Effects, Span, Status, TenantSettings};
 /// Adds this file's part to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<StepBudget>()?;
-    module.add_class::<Scheduler>()
+    module.add_class::<Scheduler>()?;
+    module.add_function(wrap_pyfunction!(slots_to_stay, module)?)
+}
+
+/// Of a worker's slots, those that overdue batch work may keep.
+#[pyfunction]
+fn slots_to_stay(slots: u64) -> u64 {
+    pool::slots_to_stay(slots)
 }
 
 /// What of prompts one step of a worker may take.

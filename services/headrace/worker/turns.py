@@ -1,8 +1,8 @@
 """Whose turn is next in an engine: the order of its queues.
 
 By when first ids are due, by the request's own target or its class's; batch work comes after all others. What of it is
-overdue makes way no more, but only one of ``STAYING_PART`` slots at a time: so it does not starve, and a backlog that
-is older than its target does not take the worker.
+overdue makes way no more, but only in some slots at a time (``slots_to_stay``, the scheduler's rule for a pool): so it
+does not starve, and a backlog that is older than its target does not take the worker.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import bisect
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
+from headrace._gateway import slots_to_stay
 from headrace.v1 import types_pb2
 from headrace.worker.engine import Request
-
-#: Of the slots one in so many, at least one, is for batch work that is overdue. The scheduler keeps the same part of a
-#: pool for it (``STAYING_PART``, ``gateway_rs/core/src/scheduler/pool.rs``).
-STAYING_PART = 16
 
 #: Whether it makes way for others, when it is due, its request's arrival, its choice.
 Order = tuple[bool, float, int, int]
@@ -62,7 +59,7 @@ class Turns(Generic[T]):
     def stay(self, queues: Iterable[list[T]], slots: int, now: float) -> None:
         """What of batch work has been overdue longest makes way no more, while there is room for it to stay. The queues
         are in order, and stay so."""
-        room = max(1, slots // STAYING_PART) - sum(not each.aside for each in self._staying)
+        room = slots_to_stay(slots) - sum(not each.aside for each in self._staying)
         while room > 0:
             firsts = [(first, queue) for queue in queues if (first := _first_that_makes_way(queue)) is not None]
             oldest, queue = min(firsts, key=lambda each: each[0].order, default=(None, []))

@@ -18,8 +18,9 @@ use super::{
 /// bound all of a backlog is of that kind after a minute; with one, the oldest always gets on.
 const STAYING_PART: u64 = 16;
 
-/// So many of these slots, at least one. Workers keep to it too (`worker/turns.py`).
-pub(crate) fn slots_to_stay(slots: u64) -> u64 {
+/// So many of these slots, at least one. Workers keep to it, too.
+#[must_use]
+pub fn slots_to_stay(slots: u64) -> u64 {
     (slots / STAYING_PART).max(1)
 }
 
