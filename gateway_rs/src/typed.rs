@@ -384,7 +384,7 @@ mod tests {
     fn encoded(source: &str, tokenizer: &Tokenizer, chat: &ChatPrompt) -> (String, Vec<u32>, Vec<u32>) {
         let rendered = render(&template(source), chat, &OPTIONS, tokenizer.special_texts()).unwrap();
         let ids = tokenizer
-            .encode_typed_bounded(&rendered.text, &rendered.typed, None, usize::MAX)
+            .encode_bounded(&rendered.text, &rendered.typed, None, usize::MAX)
             .unwrap();
         let special = ids.iter().copied().filter(|id| tokenizer.is_special(*id)).collect();
         assert_eq!(tokenizer.decode(&ids, false), rendered.text);

@@ -195,7 +195,7 @@ impl Model {
             Prompt::Text(text) => {
                 let mut ids = self
                     .tokenizer
-                    .encode_typed_bounded(text, &[], remembered, max_tokens as usize)?;
+                    .encode_bounded(text, &[], remembered, max_tokens as usize)?;
                 if let Some(bos) = self.bos_id.filter(|bos| ids.first() != Some(bos)) {
                     ids.insert(0, bos);
                 }
@@ -205,7 +205,7 @@ impl Model {
                 let Rendered { text, typed } = self.render(chat, max_tokens, param).map_err(Refused::Other)?;
                 Ok(self
                     .tokenizer
-                    .encode_typed_bounded(&text, &typed, remembered, max_tokens as usize)?)
+                    .encode_bounded(&text, &typed, remembered, max_tokens as usize)?)
             }
         }
     }

@@ -93,7 +93,7 @@ impl ChatTemplate {
             let rendered = typed::render(&self.0, &chat, &options, tokenizer.special_texts());
             let rendered = rendered.map_err(|error| error.to_string())?;
             tokenizer
-                .encode_typed_bounded(&rendered.text, &rendered.typed, None, usize::MAX)
+                .encode_bounded(&rendered.text, &rendered.typed, None, usize::MAX)
                 .map_err(|error| error.to_string())
         })
         .map_err(PyValueError::new_err)

@@ -204,21 +204,13 @@ impl Tokenizer {
     }
 
     /// [`Tokenizer::encode`], refusing texts of more than `max_tokens` tokens: those whose bytes can't fit before any
-    /// work is done, the others as soon as it shows.
+    /// work is done, the others as soon as it shows. Of `text` some ranges of bytes, in order, may have been `typed` by a
+    /// user: what is written like a special token and touches one of them is text. Everything else has the ids that it
+    /// has elsewhere. With a memory, our own encoder does not encode the long stretches again that it knows.
     ///
     /// # Errors
     /// [`EncodeError::TooLong`], [`EncodeError::Failed`].
-    pub fn encode_bounded(&self, text: &str, max_tokens: usize) -> Result<Vec<u32>, EncodeError> {
-        self.encode_typed_bounded(text, &[], None, max_tokens)
-    }
-
-    /// [`Tokenizer::encode_bounded`] for a text of which some ranges of bytes, in order, were typed by a user: what is
-    /// written like a special token and touches one of them is text. Everything else has the ids that it has elsewhere.
-    /// With a memory, long stretches that it knows are not encoded again.
-    ///
-    /// # Errors
-    /// [`EncodeError::TooLong`], [`EncodeError::Failed`].
-    pub fn encode_typed_bounded(
+    pub fn encode_bounded(
         &self,
         text: &str,
         typed: &[Range<usize>],

@@ -313,7 +313,7 @@ fn special_tokens_are_text_only_where_they_were_typed() {
             let text = format!("<|im_start|>{typed}<|im_start|>{more}<|im_start|>");
             let (first, second) = (12..12 + typed.len(), 24 + typed.len()..text.len() - 12);
             let ids = tokenizer
-                .encode_typed_bounded(&text, &[first, second], None, usize::MAX)
+                .encode_bounded(&text, &[first, second], None, usize::MAX)
                 .unwrap();
             let plain = |text: &str| tokenizer.encode_plain(text);
             let expected = reference.encode(&typed, false).unwrap();
@@ -349,8 +349,8 @@ fn the_token_limit_refuses_before_and_while_encoding() {
         let tokenizer = Tokenizer::from_bytes(&bytes(&document(pre_tokenizer, |_| ()))).unwrap();
         let text = "one two three ".repeat(50);
         let count = tokenizer.encode(&text).len();
-        assert_eq!(tokenizer.encode_bounded(&text, count).unwrap().len(), count);
-        let refused = tokenizer.encode_bounded(&text, count - 1);
+        assert_eq!(tokenizer.encode_bounded(&text, &[], None, count).unwrap().len(), count);
+        let refused = tokenizer.encode_bounded(&text, &[], None, count - 1);
         assert_eq!(
             refused,
             Err(EncodeError::TooLong {
@@ -359,10 +359,10 @@ fn the_token_limit_refuses_before_and_while_encoding() {
             })
         );
         assert!(matches!(
-            tokenizer.encode_bounded(&text, 2),
+            tokenizer.encode_bounded(&text, &[], None, 2),
             Err(EncodeError::TooLong { at_least: 3.., .. })
         ));
-        assert_eq!(tokenizer.encode_bounded("", 0), Ok(vec![]));
+        assert_eq!(tokenizer.encode_bounded("", &[], None, 0), Ok(vec![]));
     }
 }
 
