@@ -54,7 +54,7 @@ from headrace.worker.engine import (
     TokenLogprobs,
 )
 from headrace.worker.kv import HashBlocks, Intake, KvAccounts, Lane, Operation, Scope
-from headrace.worker.turns import Order, Turns, by_order, order_of
+from headrace.worker.turns import FIRST_TO_MAKE_WAY, Order, Turns, by_order, order_of
 
 #: Batch work stands still no longer than this for the first ids of others: half of its target between tokens.
 YIELD_S = 0.5
@@ -287,7 +287,7 @@ class Composer:
         #: Sequences of batch work that decode beside others, in turns; 0 = all.
         self.batch_sequences = 0
         #: The last of them that had its turn.
-        self._batch_turn: Order = (True, float("-inf"), 0, 0)
+        self._batch_turn = FIRST_TO_MAKE_WAY
         self._turns: Turns[Sequence] = Turns()
         self.kv = KvAccounts(
             limits.kv_blocks,

@@ -18,7 +18,8 @@ from headrace.worker.engine import Request
 #: Whether it makes way for others, when it is due, its request's arrival, its choice.
 Order = tuple[bool, float, int, int]
 
-_FIRST_TO_MAKE_WAY: Order = (True, float("-inf"), 0, 0)
+#: Before all that makes way, and after all that does not.
+FIRST_TO_MAKE_WAY: Order = (True, float("-inf"), 0, 0)
 
 
 class Queued(Protocol):
@@ -46,7 +47,7 @@ def by_order(queued: Queued) -> Order:
 
 
 def _first_that_makes_way(queue: list[T]) -> T | None:
-    at = bisect.bisect_left(queue, _FIRST_TO_MAKE_WAY, key=by_order)
+    at = bisect.bisect_left(queue, FIRST_TO_MAKE_WAY, key=by_order)
     return queue[at] if at < len(queue) else None
 
 
